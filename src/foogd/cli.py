@@ -1,0 +1,249 @@
+"""The command line: `foogd run | evaluate | demo | methods | detectors`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table as RichTable
+
+from .detect import DETECTORS
+from .errors import InputError
+from .methods import FOOGD, METHODS, make_method, method_names
+from .report import Report, Table
+from .runs import Run, read_rows, write_atomic
+from .settings import parse_assignments, parse_toml, read_preset, resolve
+from .simulate import RoundResult
+from .study import Progressed, train_all
+
+DEMO_METHODS = ("fedavg", "fedavg+aug", "fedrod", "fedavg+foogd", "fedrod+foogd")
+
+app = typer.Typer(
+    name="foogd",
+    help="Federated learning that keeps classifying shifted data and detects what nobody trained on.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+console = Console(width=None if sys.stdout.isatty() else 140)  # a file has no width of its own
+
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting; may be repeated.")
+]
+
+
+@app.command()
+def run(
+    preset: Annotated[str, typer.Argument(help="Name of a preset, or a TOML file.")],
+    method: Annotated[str | None, typer.Option(help="Method: a name, or file.py:Class.")] = None,
+    data: Annotated[str | None, typer.Option(help="IN data: a name, or file.py:fn.")] = None,
+    backbone: Annotated[str | None, typer.Option(help="Backbone: a name, or file.py:fn.")] = None,
+    settings: Set = None,
+    init: Annotated[str | None, typer.Option(metavar="RUN_DIR", help="Start from the weights of this run.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Run folder; default runs/METHOD-SEED.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of weights, partition and all draws.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
+) -> None:
+    """Train one method and evaluate it. Example: foogd run demo --method fedavg+foogd --seed 1 --out runs/a"""
+    named = {"method": method, "data": data, "backbone": backbone, "init": init, "device": device, "seed": seed}
+    overrides = parse_assignments(settings or []) | {key: value for key, value in named.items() if value is not None}
+    config, built = resolve(read_preset(preset), overrides)
+    folder = out or Path("runs") / f"{config.method.replace('/', '_')}-{config.seed}"
+    if resume:
+        this = Run.open(folder, read_run_config)
+        this.same_as(config, built)
+        this = Run(folder, config, built)
+    else:
+        this = Run.create(folder, config, built)
+    with progress_bar() as progress:
+        train(this, progress)
+    show(Report.of(read_rows(folder)).last_round())
+    console.print(f"Run folder: {escape(str(folder))}", highlight=False)
+
+
+@app.command()
+def evaluate(
+    run_dir: Annotated[Path, typer.Argument(help="A run folder.")],
+    detector: Annotated[list[str] | None, typer.Option(help="A name, or file.py:fn; may be repeated.")] = None,
+) -> None:
+    """Evaluate a trained run again, with other detectors too. Example: foogd evaluate runs/a --detector ash"""
+    this = Run.open(run_dir, read_run_config)
+    rows = this.evaluate(detector or list(this.config.detectors))
+    show(Report.of(rows))
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the runs; finished rounds are kept.")] = Path(
+        "runs/demo"
+    ),
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds, from 0.")] = 1,
+    methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = ",".join(DEMO_METHODS),
+    preset: Annotated[str, typer.Option(help="Name of a preset, or a TOML file.")] = "demo",
+    workers: Annotated[int, typer.Option(min=0, help="Runs side by side; 0: one a core.")] = 0,
+    settings: Set = None,
+) -> None:
+    """Train the methods on the embedded data and print one table. Example: foogd demo --seeds 3 --out runs/demo"""
+    began = time.perf_counter()
+    names = [name.strip() for name in methods.split(",") if name.strip()]
+    runs: dict[Path, Run] = {}
+    for number in range(seeds):
+        for name in names:
+            overrides = {**parse_assignments(settings or []), "method": name, "seed": number}
+            config, built = resolve(read_preset(preset), overrides)
+            folder = out / f"{name.replace('/', '_')}-{number}"
+            if folder.exists():
+                Run.open(folder, read_run_config).same_as(config, built)
+                runs[folder] = Run(folder, config, built)
+            else:
+                runs[folder] = Run.create(folder, config, built)
+    # The longest first, so that no core waits at the end.
+    order = sorted(runs, key=lambda folder: -cost(runs[folder]))
+    with progress_bar() as progress:
+        left = sum((this.config.rounds - this.finished_rounds()) * cost(this) for this in runs.values())
+        task = progress.add_task("all runs", total=left, left="")
+        done = 0.0
+        for event in train_all(order, read_run_config, workers or os.cpu_count() or 1):
+            this = runs[event.folder]
+            done += cost(this)
+            ahead = (time.perf_counter() - began) / done * (left - done)
+            progress.update(task, completed=done, left=f"about {ahead:.0f} s left")
+            report_round(this, event, f"about {ahead:.0f} s left for all")
+    rows = [row for folder in runs for row in read_rows(folder)]
+    report = Report.of(rows).last_round()
+    show(report)
+    text = [f"# {preset}: {len(names)} methods, {seeds} seed(s)", ""]
+    for table in (report.headline(), report.joint(), report.headline("pooled")):
+        text += [f"({table.title})", "", table.markdown(), ""]
+    write_atomic(out / "table.md", "\n".join(text).encode())
+    seconds = time.perf_counter() - began
+    path = escape(str(out / "table.md"))
+    console.print(f"{len(runs)} runs in {seconds:.0f} s; the tables are in {path}", highlight=False)
+
+
+@app.command()
+def methods() -> None:
+    """List the methods and their settings. Example: foogd methods"""
+    grid = RichTable("name", "what it does", "source", box=None, pad_edge=False)
+    for name in method_names():
+        built = make_method(name)
+        text = first_line(type(built))
+        if name.endswith("+aug"):
+            text = f"{name.removesuffix('+aug')} that sees the augmented images too"
+        elif isinstance(built, FOOGD):
+            text = f"{name.removesuffix('+foogd')} with SM3D and SAG: {text[0].lower()}{text[1:]}"
+        grid.add_row(name, text, built.paper)
+    console.print(grid)
+    for title, cls in (*METHODS.items(), ("+foogd", FOOGD)):
+        console.print(f"\nsettings of {title} (--set key=value)", highlight=False)
+        grid = RichTable("setting", "default", "meaning", box=None, pad_edge=False)
+        for item in fields(cls):  # type: ignore[arg-type]
+            if item.name != "base":
+                grid.add_row(item.name, str(item.default), item.metadata.get("help", ""))
+        console.print(grid)
+
+
+@app.command()
+def detectors() -> None:
+    """List the detectors; a larger score always means more OUT. Example: foogd detectors"""
+    grid = RichTable("name", "score", "source", box=None, pad_edge=False)
+    for name, detector in DETECTORS.items():
+        grid.add_row(name, detector.description, detector.paper)
+    console.print(grid)
+
+
+def first_line(cls: type) -> str:
+    return (cls.__doc__ or "").strip().splitlines()[0]
+
+
+def read_run_config(path: Path) -> tuple[Any, Any]:
+    """Configuration and method from a run's config.toml."""
+    return resolve(parse_toml(path.read_bytes(), str(path)), {})
+
+
+def progress_bar() -> Progress:
+    """A live line with the time left on a terminal; nothing where the output is a file."""
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
+        console=console,
+        disable=not console.is_terminal,
+    )
+
+
+def cost(run: Run) -> float:
+    """About how much longer a round of this method takes than one of FedAvg, to order runs and guess the time left."""
+    return run.method.views + (1.5 if isinstance(run.method, FOOGD) else 0.0)
+
+
+def train(run: Run, progress: Progress) -> None:
+    """Train what is left of a run, with progress and an estimate of the time left."""
+    total = run.config.rounds
+    task = progress.add_task(run.config.method, total=total, completed=run.finished_rounds(), left="")
+    began = time.perf_counter()
+    for number, result in enumerate(run.train(), start=1):
+        ahead = (time.perf_counter() - began) / number * (total - result.round)
+        progress.update(task, completed=result.round, left=f"about {ahead:.0f} s left")
+        report_round(run, result, f"about {ahead:.0f} s left")
+
+
+def report_round(run: Run, result: RoundResult | Progressed, left: str) -> None:
+    """One line a round; refused updates below it."""
+    losses = ", ".join(f"{group} {value:.3f}" for group, value in result.losses.items())
+    text = f"{run.config.method} seed {run.config.seed}: round {result.round}/{run.config.rounds}, "
+    console.print(f"{text}{result.seconds:.1f} s, loss {losses}; {left}", highlight=False)
+    for client, reason in result.refused.items():
+        console.print(f"  the update of client {client} was refused: {escape(reason)}", highlight=False)
+
+
+def show(report: Report) -> None:
+    """The results on the screen."""
+    console.print(rich_table(report.headline()))
+    console.print(rich_table(report.joint()))
+
+
+def rich_table(table: Table) -> RichTable:
+    grid = RichTable(title=table.title, title_justify="left")
+    for index, name in enumerate(table.columns):
+        grid.add_column(escape(name), justify="left" if index < 2 else "right", no_wrap=index < 2)
+    last = None
+    for row in table.rows:
+        if last is not None and row[0] != last:
+            grid.add_section()
+        grid.add_row(*(escape(cell) for cell in row))
+        last = row[0]
+    return grid
+
+
+def main() -> None:
+    """Entry point: bad input ends with one sentence and exit code 2."""
+    try:
+        app()
+    except InputError as error:
+        print(f"foogd: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        name = f"{error.filename}: " if error.filename else ""
+        print(f"foogd: {name}{error.strerror or error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("foogd: stopped; continue with --resume", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""One frozen configuration for everything that decides a result, besides the method's own settings."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from torch import nn
+
+Backbone = Callable[..., nn.Module]
+
+
+def setting(default: Any, help: str, **limits: Any) -> Any:
+    """A dataclass field with a line of help and its limits: ge, gt, le, lt or choices."""
+    return field(default=default, metadata={"help": help, **limits})
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a run needs besides its method: data, clients, local training, evaluation."""
+
+    method: str = setting("fedavg+foogd", "name of a method, or file.py:Class")
+    seed: int = setting(0, "seed of weights, partition and every random draw", ge=0)
+
+    data: str = setting("fashion", "IN data: a name, or file.py:fn")
+    data_root: str = setting("data", "folder that data sets are read from")
+    out: tuple[str, ...] = setting(("fashion_out", "digits"), "OUT data: names, or file.py:fn")
+    corruptions: tuple[str, ...] = setting(
+        ("brightness", "contrast", "gaussian_noise", "gaussian_blur"), "kinds of corruption in IN-C"
+    )
+    severities: tuple[int, ...] = setting((1, 2, 3, 4, 5), "severities of IN-C", ge=1, le=5)
+    constants: str = setting("cifar", "strength of the corruptions", choices=("cifar", "tiny"))
+    test_share: float = setting(0.2, "share held out where the data has no test part", gt=0.0, lt=1.0)
+
+    clients: int = setting(10, "number of clients", ge=1)
+    partition: str = setting("dirichlet", "how data is split", choices=("dirichlet", "pathological", "by_domain"))
+    alpha: float = setting(0.5, "Dirichlet concentration: small is heterogeneous", gt=0.0)
+    classes_per_client: int = setting(2, "classes of a client in the pathological split", ge=1)
+    min_size: int = setting(2, "smallest number of training images of a client", ge=0)
+    participation: float = setting(1.0, "share of the clients that train in a round", gt=0.0, le=1.0)
+
+    init: str = setting("", "run folder whose weights this run starts from; empty: from the seed")
+    backbone: str | Backbone = setting("cnn", "name of a backbone, or file.py:fn")
+    rounds: int = setting(10, "communication rounds", ge=1)
+    local_epochs: int = setting(1, "epochs of local training in a round", ge=0)
+    batch_size: int = setting(64, "images a local step", ge=2)
+    drop_last: bool = setting(False, "leave out the last, incomplete batch of an epoch")
+    lr: float = setting(0.1, "learning rate of backbone and heads", gt=0.0)
+    momentum: float = setting(0.9, "momentum of SGD", ge=0.0, lt=1.0)
+    weight_decay: float = setting(5e-4, "weight decay", ge=0.0)
+    keep_momentum: bool = setting(False, "clients keep their momentum between rounds")
+    flip: bool = setting(False, "random horizontal flips, the same for all methods")
+    crop: int = setting(0, "random crops after padding by so many pixels, the same for all methods", ge=0)
+    weighting: str = setting("samples", "weight of a client in the mean", choices=("samples", "batches"))
+    bn_pool: str = setting("average", "how running variances are joined", choices=("average", "exact"))
+    partners: str = setting("own", "whose images the Fourier view mixes in; all leaks data", choices=("own", "all"))
+    train_constants: str = setting(
+        "dataset", "mean and deviation that normalise training images", choices=("dataset", "imagenet")
+    )
+
+    detectors: tuple[str, ...] = setting(("msp", "energy", "score_norm"), "detectors: names, or file.py:fn")
+    eval_every: int = setting(0, "evaluate every so many rounds; 0: after the last one only", ge=0)
+    eval_batch: int = setting(500, "images a pass in evaluation", ge=1)
+    threads: int = setting(1, "threads of a run on the CPU; the last bits of a result depend on it", ge=1)
+    device: str = setting("auto", "where to compute", choices=("auto", "cpu", "cuda"))
+
+    def digest(self, method_settings: Mapping[str, Any]) -> str:
+        """A short name for (configuration, method settings); the device is left out."""
+        values = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "device"}
+        text = json.dumps({**values, **method_settings}, sort_keys=True, default=str)
+        return hashlib.blake2b(text.encode(), digest_size=5).hexdigest()

@@ -1,0 +1,70 @@
+"""Augmentations of whole batches, on the batch's device and without a loop over images."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import InputError
+from ..types import Rng
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Shaped
+
+
+def fourier_mix(
+    x: Float[Tensor, "b c h w"], partner: Float[Tensor, "b c h w"], lam: Float[Tensor, " b"] | float
+) -> Float[Tensor, "b c h w"]:
+    """Images with the phase of `x` and the amplitude (1-λ)|F(x)| + λ|F(partner)|, clamped to [0, 1] (FACT)."""
+    return _mix_amplitude(x, partner, lam).clamp(0, 1).to(x.dtype)
+
+
+def fourier_mix_released(
+    x: Float[Tensor, "b c h w"], partner: Float[Tensor, "b c h w"], lam: Float[Tensor, " b"] | float
+) -> Float[Tensor, "b c h w"]:
+    """`fourier_mix` as in the authors' released code: clipped at 225 of 255 and cut off to whole grey levels."""
+    return (_mix_amplitude(x, partner, lam) * 255).clamp(0, 225).floor().div(255).to(x.dtype)
+
+
+def flip_crop(x: Shaped[Tensor, "b c h w"], rng: Rng, *, flip: bool, pad: int) -> Shaped[Tensor, "b c h w"]:
+    """Each image mirrored left to right with probability ½ and cropped at a random place after padding with zeros.
+
+    Draws from `rng("flip")` and `rng("crop")`; with `flip=False` and `pad=0` it returns `x` and draws nothing.
+    """
+    if pad < 0:
+        raise InputError(f"pad is {pad}; it must be 0 or more.")
+    if not flip and pad == 0:
+        return x
+    b, c, h, w = x.shape
+    rows = torch.arange(h, device=x.device).expand(b, h)
+    columns = torch.arange(w, device=x.device).expand(b, w)
+    if flip:
+        stream = rng("flip")
+        mirrored = (torch.rand(b, generator=stream, device=stream.device) < 0.5).to(x.device)
+        columns = torch.where(mirrored[:, None], w - 1 - columns, columns)
+    if pad:
+        stream = rng("crop")
+        offsets = torch.randint(2 * pad + 1, (2, b), generator=stream, device=stream.device).to(x.device)
+        rows, columns = rows + offsets[0, :, None], columns + offsets[1, :, None]
+        x = F.pad(x, (pad, pad, pad, pad))
+    image = torch.arange(b, device=x.device)[:, None, None, None]
+    channel = torch.arange(c, device=x.device)[None, :, None, None]
+    return x[image, channel, rows[:, None, :, None], columns[:, None, None, :]]
+
+
+def _mix_amplitude(x: Tensor, partner: Tensor, lam: Tensor | float) -> Tensor:
+    if x.shape != partner.shape:
+        raise InputError(f"partner has shape {tuple(partner.shape)}; it must have that of x, {tuple(x.shape)}.")
+    share = lam.reshape(-1, 1, 1, 1) if isinstance(lam, Tensor) else lam
+    size = x.shape[-2:]
+    precision = torch.promote_types(x.dtype, torch.float32)  # the FFT knows no bfloat16
+    own = torch.fft.rfft2(x.to(precision))
+    amplitude = own.abs()
+    # Where the amplitude is 0 the phase is taken as 0, as angle(0) would be.
+    unit = torch.where(amplitude > 0, own / torch.where(amplitude > 0, amplitude, 1.0), 1.0)
+    other = torch.fft.rfft2(partner.to(precision)).abs()
+    mixed: Tensor = torch.fft.irfft2((1 - share) * own + share * other * unit, s=size)
+    return mixed

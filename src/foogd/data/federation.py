@@ -1,0 +1,241 @@
+"""Federation: the images of every client for training and for the tests IN, IN-C and OUT."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal, final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..engine.rng import derive_seed
+from ..errors import InputError
+from .corrupt import corrupt
+from .partition import Partition, by_domain, dirichlet, follow, pathological
+from .store import ImageStore
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+PARTITIONS = ("dirichlet", "pathological", "by_domain")
+
+_LUMINANCE = (0.299, 0.587, 0.114)  # ITU-R BT.601
+_CHUNK = 2048  # images that are widened to floats at a time
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class TestSet:
+    """One test set and which of its images each client sees."""
+
+    __test__ = False  # not a test case, whatever pytest makes of the name
+
+    name: str
+    split: Literal["in", "in-c", "out"]
+    store: ImageStore
+    indices: tuple[Int[Tensor, " n"], ...] = field(repr=False)
+    corruption: str | None = None
+    severity: int | None = None
+
+    @property
+    def key(self) -> str:
+        """A name that no other test set of the federation has."""
+        return self.name if self.corruption is None else f"{self.name}/{self.corruption}/{self.severity}"
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Federation:
+    """The training images with the indices of every client, the test sets, and the moments for normalisation."""
+
+    name: str
+    train: ImageStore
+    train_indices: tuple[Int[Tensor, " n"], ...] = field(repr=False)
+    tests: tuple[TestSet, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @property
+    def clients(self) -> int:
+        """The number of clients, those without data included."""
+        return len(self.train_indices)
+
+    @property
+    def num_classes(self) -> int:
+        """The number of IN classes."""
+        return self.train.num_classes
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of one image."""
+        return self.train.shape
+
+    def class_counts(self, client: int) -> Float[Tensor, " classes"]:
+        """How many training images of each class the client holds."""
+        own = self.train_indices[client].to(self.train.labels.device)
+        return torch.bincount(self.train.labels[own], minlength=self.num_classes).float()
+
+    def describe(self) -> Int[Tensor, "clients classes"]:
+        """The table of training images by client and class."""
+        return torch.stack([self.class_counts(client).long().cpu() for client in range(self.clients)])
+
+    def to(self, device: torch.device | str) -> Federation:
+        """The same federation with all images and indices on another device."""
+
+        def moved(indices: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return tuple(own.to(device) for own in indices)
+
+        tests = tuple(replace(t, store=t.store.to(device), indices=moved(t.indices)) for t in self.tests)
+        return replace(self, train=self.train.to(device), train_indices=moved(self.train_indices), tests=tests)
+
+    @staticmethod
+    def build(
+        source: ImageStore,
+        *,
+        outs: Sequence[ImageStore] = (),
+        corruptions: Sequence[str] = (),
+        severities: Sequence[int] = (1, 2, 3, 4, 5),
+        clients: int,
+        partition: str = "dirichlet",
+        alpha: float = 0.5,
+        classes_per_client: int = 2,
+        min_size: int = 1,
+        seed: int,
+        constants: str = "cifar",
+        test_share: float = 0.2,
+    ) -> Federation:
+        """A data set split over clients: training, IN and IN-C tests in the same proportions, OUT sets whole for all.
+
+        The held-out images are those of `source.test`, or a share of each class. A client with no training images is
+        possible with `min_size=0`.
+        """
+        held_out = source.test if source.test is not None else _stratified(source.labels, test_share, seed)
+        if not held_out.any() or held_out.all():
+            raise InputError(
+                f"{int(held_out.sum())} of {len(source)} images are held out; training and test need some each."
+            )
+        train, test = replace(source.select(~held_out), test=None), replace(source.select(held_out), test=None)
+        own, own_test = _partition(train, test, partition, clients, alpha, classes_per_client, min_size, seed)
+        mean, std = train.channel_moments()
+        return Federation(
+            name=source.name,
+            train=train,
+            train_indices=tuple(own),
+            tests=(
+                *in_tests(
+                    test, own_test, corruptions=corruptions, severities=severities, seed=seed, constants=constants
+                ),
+                *out_tests(outs, source.shape, clients=len(own)),
+            ),
+            mean=mean,
+            std=tuple(max(s, 1 / 255) for s in std),  # a constant channel must not divide by 0
+        )
+
+
+def in_tests(
+    test: ImageStore,
+    indices: Sequence[Tensor],
+    *,
+    corruptions: Sequence[str],
+    severities: Sequence[int],
+    seed: int,
+    constants: str = "cifar",
+) -> tuple[TestSet, ...]:
+    """The clean IN test and one copy of it a corruption and severity.
+
+    Each client sees the same images in every copy, so severity is not mixed up with the client (methods.md 11.3).
+    """
+    shares = tuple(indices)
+    name = test.name or "in"
+    sets = [TestSet(name, "in", test, shares)]
+    for corruption in corruptions:
+        for severity in severities:
+            images = corrupt(test.images, corruption, severity, seed, constants)
+            store = replace(test, images=images, name=f"{name}-c")
+            sets.append(TestSet(store.name, "in-c", store, shares, corruption, severity))
+    return tuple(sets)
+
+
+def out_tests(outs: Sequence[ImageStore], shape: tuple[int, int, int], *, clients: int) -> tuple[TestSet, ...]:
+    """OUT sets in the shape of the IN images; every client sees all of each."""
+    sets: list[TestSet] = []
+    for number, out in enumerate(outs):
+        store = fit_to(replace(out, name=out.name or f"out{number}"), shape)
+        if store.name in {t.name for t in sets}:
+            raise InputError(f"two OUT sets are called {store.name!r}; each needs a name of its own.")
+        everything = torch.arange(len(store), device=store.images.device)
+        sets.append(TestSet(store.name, "out", store, (everything,) * clients))
+    return tuple(sets)
+
+
+def fit_to(store: ImageStore, shape: tuple[int, int, int]) -> ImageStore:
+    """The store with images of this shape: bilinear resize, grey repeated to colour, colour to grey by luminance."""
+    if store.shape == shape:
+        return store
+    channels, height, width = shape
+    if {store.shape[0], channels} - {1, 3} and store.shape[0] != channels:
+        raise InputError(
+            f"images of {store.shape[0]} channels cannot be made images of {channels}; 1 and 3 are possible."
+        )
+    parts = []
+    for chunk in torch.split(store.images, _CHUNK):
+        x = chunk.permute(0, 3, 1, 2).float()
+        if channels == 1 and x.shape[1] == 3:
+            x = (x * x.new_tensor(_LUMINANCE)[:, None, None]).sum(1, keepdim=True)
+        if x.shape[-2:] != (height, width):
+            x = F.interpolate(x, size=(height, width), mode="bilinear", antialias=True)
+        x = x.round().clamp(0, 255).to(torch.uint8).expand(-1, channels, -1, -1)
+        parts.append(x.permute(0, 2, 3, 1).contiguous())
+    return replace(store, images=torch.cat(parts))
+
+
+def _stratified(labels: Tensor, share: float, seed: int) -> Tensor:
+    if not 0 < share < 1:
+        raise InputError(f"test_share is {share}; a number between 0 and 1 is needed.")
+    rng = np.random.default_rng(derive_seed(seed, "held-out"))
+    held_out = torch.zeros(len(labels), dtype=torch.bool)
+    y = labels.cpu().numpy()
+    for label in np.unique(y):
+        own = rng.permutation(np.flatnonzero(y == label))
+        # A class of two images or more is in both parts; a single image is for training.
+        count = min(max(round(share * len(own)), 1), len(own) - 1)
+        held_out[torch.from_numpy(own[:count])] = True
+    return held_out.to(labels.device)
+
+
+def _partition(
+    train: ImageStore,
+    test: ImageStore,
+    kind: str,
+    clients: int,
+    alpha: float,
+    classes_per_client: int,
+    min_size: int,
+    seed: int,
+) -> tuple[Partition, Partition]:
+    if kind == "dirichlet":
+        own = dirichlet(train.labels, clients=clients, alpha=alpha, seed=seed, min_size=min_size)
+    elif kind == "pathological":
+        own = pathological(train.labels, clients=clients, classes_per_client=classes_per_client, seed=seed)
+    elif kind == "by_domain":
+        if train.domains is None or test.domains is None:
+            raise InputError("partition 'domain' needs images with domains; this data set has none.")
+        found = torch.unique(train.domains).tolist()
+        if clients != len(found) or torch.unique(test.domains).tolist() != found:
+            raise InputError(
+                f"partition 'domain' needs one client a domain, each with training and test images; "
+                f"clients is {clients} and the training images have domains {found}."
+            )
+        own = by_domain(train.domains)
+    else:
+        raise InputError(f"unknown partition {kind!r}; known are {', '.join(PARTITIONS)}.")
+    smallest = min(len(indices) for indices in own)
+    if smallest < min_size:
+        raise InputError(f"partition {kind!r} leaves a client with {smallest} training images; min_size is {min_size}.")
+    if own.proportions is None:
+        assert test.domains is not None
+        return own, by_domain(test.domains)
+    return own, follow(test.labels, own.proportions, seed)

@@ -1,0 +1,250 @@
+"""Detectors: from a model's output to one outlier score per image, and larger always means more OUT."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from inspect import isabstract
+from typing import TYPE_CHECKING, ClassVar, Self, final
+
+import torch
+from torch import Tensor
+
+from .errors import InputError
+from .plugins import load_object
+from .types import Output, Readout
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+class Detector(ABC):
+    """An outlier score. Its settings are the fields of the final, frozen dataclass that implements it.
+
+    Only `__call__` has no default. A detector that learns from training features says how many passes it needs, returns
+    sums in `statistics`, which are added up over batches (and clients), and returns its fitted copy from `fit`.
+    """
+
+    passes: ClassVar[int] = 0
+    """Passes over the training features before the detector can be used."""
+
+    needs_score: ClassVar[bool] = False
+    """Whether it asks for the score network, which only some methods train."""
+
+    description: ClassVar[str] = ""
+    """One line for `foogd detectors`."""
+
+    paper: ClassVar[str] = ""
+    """Where the detector comes from."""
+
+    def statistics(self, outputs: Output, y: Tensor, readout: Readout) -> dict[str, Tensor]:
+        """What one batch of training features adds to the sums that `fit` gets."""
+        return {}
+
+    def fit(self, total: Mapping[str, Tensor]) -> Self:
+        """The detector that has learnt from the sums of one pass."""
+        return self
+
+    def applies(self, readout: Readout | None) -> bool:
+        """Whether the model has what the detector asks for."""
+        return not self.needs_score or (readout is not None and readout.score is not None)
+
+    @abstractmethod
+    def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
+        """One score per image; larger = more OUT."""
+
+
+@final
+@dataclass(frozen=True)
+class MSP(Detector):
+    """−max_c p_c with p = softmax(g/T), in float64: in float32 all probabilities near 1 are the same number."""
+
+    description: ClassVar[str] = "minus the largest softmax probability"
+    paper: ClassVar[str] = "Hendrycks & Gimpel 2017"
+
+    temperature: float = 1.0
+
+    def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
+        return -torch.softmax(outputs.logits.double() / self.temperature, dim=1).amax(dim=1)
+
+
+@final
+@dataclass(frozen=True)
+class MaxLogit(Detector):
+    """−max_c g_c."""
+
+    description: ClassVar[str] = "minus the largest logit"
+    paper: ClassVar[str] = "Hendrycks et al. 2022"
+
+    def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
+        return -outputs.logits.amax(dim=1)
+
+
+@final
+@dataclass(frozen=True)
+class Energy(Detector):
+    """−T · logsumexp(g/T)."""
+
+    description: ClassVar[str] = "free energy of the logits"
+    paper: ClassVar[str] = "Liu et al. 2020"
+
+    temperature: float = 1.0
+
+    def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
+        return energy(outputs.logits, self.temperature)
+
+
+@final
+@dataclass(frozen=True)
+class ASH(Detector):
+    """The energy of g(z'), where z' keeps the largest entries of each feature vector (methods.md 10).
+
+    Of n entries k = n − round(n·percentile/100) survive, at least one; `variant` names what becomes of them.
+    """
+
+    description: ClassVar[str] = "energy after pruning the features"
+    paper: ClassVar[str] = "Djurisic et al. 2023"
+
+    variant: str = "b"
+    percentile: float = 65.0
+
+    def __post_init__(self) -> None:
+        if self.variant not in ASH_VARIANTS:
+            raise InputError(f"the variant of ASH is {self.variant!r}, but it must be {' or '.join(ASH_VARIANTS)}.")
+        if not 0 <= self.percentile < 100:
+            raise InputError(f"the percentile of ASH is {self.percentile}, but it must be at least 0 and below 100.")
+
+    def applies(self, readout: Readout | None) -> bool:
+        return readout is not None
+
+    def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
+        if readout is None:
+            raise InputError("ASH needs the model's head, but no readout was given.")
+        n = outputs.z.shape[1]
+        k = max(n - round(n * self.percentile / 100), 1)
+        return energy(readout.head(ASH_VARIANTS[self.variant](outputs.z, k)))
+
+
+@final
+@dataclass(frozen=True)
+class GradNorm(Detector):
+    """−‖C·p − 1‖₁ · ‖z‖₁, minus the L1 norm of the head's gradient of −Σ_c log p_c, in closed form."""
+
+    description: ClassVar[str] = "minus the gradient norm of the last layer"
+    paper: ClassVar[str] = "Huang et al. 2021"
+
+    def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
+        p = torch.softmax(outputs.logits.double(), dim=1)
+        return -(p.shape[1] * p - 1).abs().sum(dim=1) * outputs.z.double().abs().sum(dim=1)
+
+
+@final
+@dataclass(frozen=True)
+class ScoreNorm(Detector):
+    """‖s(z)‖₂, the paper's own detector (Eq. 9); `sigma` picks a noise level where the score network knows several."""
+
+    description: ClassVar[str] = "norm of the score network's output"
+    paper: ClassVar[str] = "Liao et al. 2024"
+    needs_score: ClassVar[bool] = True
+
+    sigma: float | None = None
+
+    def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
+        if readout is None or readout.score is None:
+            raise InputError("score_norm needs a score network, but the model has none.")
+        s = readout.score(outputs.z) if self.sigma is None else readout.score(outputs.z, self.sigma)
+        return s.double().square().sum(dim=1).sqrt()
+
+
+@final
+@dataclass(frozen=True)
+class FunctionDetector(Detector):
+    """A user's function from an output to one score per image."""
+
+    description: ClassVar[str] = "a function of your own"
+
+    function: Callable[[Output], Tensor]
+
+    def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
+        scores = self.function(outputs)
+        n = len(outputs.logits)
+        if not isinstance(scores, Tensor) or scores.shape != (n,):
+            found = f"a tensor of shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+            raise InputError(f"a detector must return a tensor of {n} scores for {n} images, but it returned {found}.")
+        return scores
+
+
+def energy(logits: Float[Tensor, "n classes"], temperature: float = 1.0) -> Float[Tensor, " n"]:
+    """−T · logsumexp(g/T), in float64 (Liu et al. 2020)."""
+    return -temperature * torch.logsumexp(logits.double() / temperature, dim=1)
+
+
+def ash_p(z: Float[Tensor, "n d"], k: int) -> Float[Tensor, "n d"]:
+    """Survivors stay as they are."""
+    return torch.where(_survivors(z, k), z, 0.0)
+
+
+def ash_b(z: Float[Tensor, "n d"], k: int) -> Float[Tensor, "n d"]:
+    """Survivors all become s₁/k, with s₁ the sum of the features before pruning."""
+    return torch.where(_survivors(z, k), z.sum(dim=1, keepdim=True) / k, 0.0)
+
+
+def ash_s(z: Float[Tensor, "n d"], k: int) -> Float[Tensor, "n d"]:
+    """Survivors are multiplied by exp(s₁/s₂), with the sums before and after pruning.
+
+    ASH is made for features after a ReLU; where the survivors do not have a positive sum, they stay as they are.
+    """
+    pruned = ash_p(z, k)
+    before, after = z.sum(dim=1, keepdim=True), pruned.sum(dim=1, keepdim=True)
+    ratio = torch.where(after > 0, before / torch.where(after > 0, after, 1.0), 0.0)
+    # s₁/s₂ is at most n/k; only when very few survive can it reach 60, and float32 ends at exp(88).
+    return pruned * torch.exp(ratio.clamp_max(60.0))
+
+
+def _survivors(z: Tensor, k: int) -> Tensor:
+    """Where the k largest entries of each row are; of equal entries the first survive, on every device."""
+    order = z.sort(dim=1, descending=True, stable=True).indices
+    return torch.zeros_like(z, dtype=torch.bool).scatter(1, order[:, :k], True)
+
+
+ASH_VARIANTS: dict[str, Callable[[Tensor, int], Tensor]] = {"p": ash_p, "b": ash_b, "s": ash_s}
+
+DETECTORS: dict[str, Detector] = {
+    "msp": MSP(),
+    "max_logit": MaxLogit(),
+    "energy": Energy(),
+    "ash": ASH(),
+    "gradnorm": GradNorm(),
+    "score_norm": ScoreNorm(),
+}
+
+
+def resolve_detector(name: str) -> Detector:
+    """The detector of that name, or the one in `file.py:name`: a function Output → Tensor, a Detector, or its class."""
+    if name in DETECTORS:
+        return DETECTORS[name]
+    if ":" not in name:
+        raise InputError(f"there is no detector {name!r}; it must be one of {', '.join(DETECTORS)}, or file.py:name.")
+    found = load_object(name, "detector")
+    if isinstance(found, type):
+        return _instance(found, name)
+    if isinstance(found, Detector):
+        return found
+    if callable(found):
+        return FunctionDetector(found)
+    raise InputError(
+        f"the detector {name!r} is of type {type(found).__name__}, but it must be a function, a Detector or its class."
+    )
+
+
+def _instance(found: type, name: str) -> Detector:
+    if not issubclass(found, Detector):
+        raise InputError(f"the class {name!r} is not a detector: it must inherit from foogd.detect.Detector.")
+    if isabstract(found):
+        missing = ", ".join(sorted(found.__abstractmethods__))
+        raise InputError(f"the detector {name!r} is abstract: it must define {missing}.")
+    try:
+        return found()
+    except TypeError as error:
+        raise InputError(f"the detector {name!r} cannot be made without arguments: {error}.") from error

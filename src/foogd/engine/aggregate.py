@@ -1,0 +1,65 @@
+"""From client updates to the next server row: checks, and one definition of the weighted mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol, final
+
+import torch
+
+from ..types import ServerState, Update
+from .arena import Layout
+
+
+def refusal(update: Update, server: ServerState) -> str | None:
+    """Why an update may not count, or None: it must have the server's shape and only finite values."""
+    if update.shared.shape != server.shared.shape:
+        return f"its row has shape {tuple(update.shared.shape)}, the server's has {tuple(server.shared.shape)}"
+    if update.shared.dtype != server.shared.dtype:
+        return f"its row has dtype {update.shared.dtype}, the server's has {server.shared.dtype}"
+    if not bool(torch.isfinite(update.shared).all()):
+        bad = int((~torch.isfinite(update.shared)).sum())
+        return f"{bad} of its {update.shared.numel()} values are not finite"
+    for name, value in update.extra.items():
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            return f"its upload {name!r} has values that are not finite"
+    if not update.weight > 0:
+        return f"its weight is {update.weight}"
+    return None
+
+
+class Fold(Protocol):
+    """A rule that joins updates one at a time."""
+
+    def add(self, update: Update) -> None: ...
+
+    def finish(self, server: ServerState) -> ServerState: ...
+
+
+@final
+class WeightedMean:
+    """The running weighted mean of rows in the order of `add`; its memory does not grow with the number of clients.
+
+    m ← m + (row - m)·w/W, so that equal rows give exactly that row and a round without steps changes no bit.
+    """
+
+    def __init__(self, layout: Layout, *, exact_bn: bool = False) -> None:
+        self._layout, self._exact_bn = layout, exact_bn
+        self._mean: torch.Tensor | None = None
+        self._integers: Mapping[str, torch.Tensor] = {}
+        self._weight = 0.0
+
+    def add(self, update: Update) -> None:
+        row = self._layout.to_second_moments(update.shared) if self._exact_bn else update.shared
+        self._weight += update.weight
+        if self._mean is None:
+            self._mean, self._integers = row.clone(), update.integers
+        else:
+            self._mean.lerp_(row, update.weight / self._weight)
+
+    def finish(self, server: ServerState) -> ServerState:
+        """The server with the mean as its row; unchanged but for the round where nothing was added."""
+        if self._mean is None:
+            return ServerState(server.shared, server.extra, server.integers, server.round + 1)
+        row = self._layout.from_second_moments(self._mean) if self._exact_bn else self._mean
+        return ServerState(row, server.extra, self._integers, server.round + 1)

@@ -1,0 +1,70 @@
+"""From a client's indices to normalised batches; the same in every engine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..config import Config
+from ..data.augment import flip_crop
+from ..data.federation import Federation
+from ..methods.base import Method
+from ..types import Batch, Rng
+
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+def steps_per_epoch(samples: int, config: Config) -> int:
+    """Batches of one epoch over so many samples."""
+    if config.drop_last:
+        return max(1, samples // config.batch_size)
+    return math.ceil(samples / config.batch_size)
+
+
+def epoch_positions(samples: int, config: Config, stream: torch.Generator) -> Tensor:
+    """A permutation cut into full batches [steps, B]; the last is filled up by wrapping around to its start."""
+    order = torch.randperm(samples, generator=stream)
+    steps = steps_per_epoch(samples, config)
+    return order[torch.arange(steps * config.batch_size) % samples].view(steps, config.batch_size)
+
+
+@dataclass(frozen=True)
+class BatchMaker:
+    """Images of the training store as batches of a method: augmented, normalised, with a second view on demand."""
+
+    method: Method
+    federation: Federation
+    config: Config
+    mean: Tensor
+    std: Tensor
+
+    @classmethod
+    def of(cls, method: Method, federation: Federation, config: Config, device: torch.device) -> BatchMaker:
+        mean, std = federation.mean, federation.std
+        if config.train_constants == "imagenet" and len(mean) == 3:
+            mean, std = IMAGENET
+        return cls(method, federation, config, *_constants(mean, std, device))
+
+    def training(self, indices: Tensor, own: Tensor, rng: Rng) -> Batch:
+        """The training batch at `indices`; `own` are all indices of the client, from which partners come."""
+        store, config = self.federation.train, self.config
+        x = flip_crop(store.batch(indices), rng, flip=config.flip, pad=config.crop)
+        x_hat = None
+        if self.method.views == 2:
+            pool = own if config.partners == "own" else torch.cat(self.federation.train_indices).to(own.device)
+            pick = torch.randint(len(pool), (len(indices),), generator=rng("partner"), device=pool.device)
+            x_hat = (self.method.view(x, store.batch(pool[pick]), rng) - self.mean) / self.std
+        return Batch((x - self.mean) / self.std, store.labels[indices], x_hat)
+
+    def plain(self, indices: Tensor) -> Batch:
+        """The batch at `indices` without augmentation."""
+        store = self.federation.train
+        return Batch((store.batch(indices) - self.mean) / self.std, store.labels[indices])
+
+
+def _constants(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    shape = (1, -1, 1, 1)
+    return torch.tensor(mean, device=device).view(shape), torch.tensor(std, device=device).view(shape)

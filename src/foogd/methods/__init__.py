@@ -1,0 +1,99 @@
+"""The methods by name. A name is a base method, optionally with `+aug` or `+foogd`: `fedrod+foogd`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import Field, fields, is_dataclass, replace
+from typing import Any
+
+from ..errors import InputError
+from ..plugins import load_object
+from .base import Method
+from .fedavg import FedAvg
+from .fedrod import FedRoD
+from .foogd import FOOGD, PROFILES
+
+METHODS: dict[str, type[Method]] = {"fedavg": FedAvg, "fedrod": FedRoD}
+"""Base methods by their name on the command line."""
+
+SUFFIXES = {"+foogd": "wrapped in FOOGD", "+aug": "with the augmented view in its own loss"}
+
+__all__ = [
+    "FOOGD",
+    "METHODS",
+    "PROFILES",
+    "FedAvg",
+    "FedRoD",
+    "Method",
+    "make_method",
+    "method_fields",
+    "method_names",
+    "method_settings",
+]
+
+
+def method_names() -> list[str]:
+    """Every name that needs no file: the base methods, and each with its suffixes."""
+    return [base + suffix for suffix in ("", "+aug", "+foogd") for base in METHODS]
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """A method's name as (base, suffix)."""
+    for suffix in SUFFIXES:
+        if name.endswith(suffix):
+            return name.removesuffix(suffix), suffix
+    return name, ""
+
+
+def base_class(name: str) -> type[Method]:
+    """The class of a base method: a known name, or `file.py:Class`."""
+    if name in METHODS:
+        return METHODS[name]
+    if ".py:" not in name:
+        raise InputError(f"method {name!r} is not known: use {', '.join(method_names())} or file.py:Class")
+    loaded = load_object(name, "method")
+    if not (isinstance(loaded, type) and issubclass(loaded, Method) and is_dataclass(loaded)):
+        raise InputError(f"{name} is {loaded!r}: a method is a dataclass that extends foogd.Method")
+    return loaded
+
+
+def method_fields(name: str) -> dict[str, tuple[type[Method], Field[Any]]]:
+    """The settings that a method has: name → the class that owns it and its field."""
+    base, suffix = split_name(name)
+    known: dict[str, tuple[type[Method], Field[Any]]] = {}
+    cls = base_class(base)
+    known |= {item.name: (cls, item) for item in fields(cls)}  # type: ignore[arg-type]
+    if suffix:
+        if suffix == "+aug" and "views" not in known:
+            raise InputError(f"{name} is not possible: {base} has no setting `views`")
+        known.pop("views", None)  # decided by the suffix
+    if suffix == "+foogd":
+        known |= {item.name: (FOOGD, item) for item in fields(FOOGD) if item.name != "base"}
+    return known
+
+
+def make_method(name: str, settings: Mapping[str, Any] | None = None) -> Method:
+    """A method from its name and flat settings; those of FOOGD and of its base may be mixed."""
+    known, settings = method_fields(name), dict(settings or {})
+    for key in settings:
+        if key not in known:
+            allowed = ", ".join(sorted(known)) or "none"
+            raise InputError(f"method {name} has no setting {key!r}: it has {allowed}")
+    base_name, suffix = split_name(name)
+    base = base_class(base_name)(**{key: value for key, value in settings.items() if known[key][0] is not FOOGD})
+    if suffix == "+aug":
+        return replace(base, views=2)  # type: ignore[type-var]
+    if suffix == "+foogd":
+        return FOOGD(base, **{key: value for key, value in settings.items() if known[key][0] is FOOGD})
+    return base
+
+
+def method_settings(method: Method) -> dict[str, Any]:
+    """All settings of a method, flat: those of FOOGD beside those of its base."""
+    own = {item.name: getattr(method, item.name) for item in fields(method)}  # type: ignore[arg-type]
+    base = own.pop("base", None)
+    if base is None:
+        return own
+    inner = method_settings(base)
+    inner.pop("views", None)
+    return {**inner, **own}

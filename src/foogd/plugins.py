@@ -1,0 +1,59 @@
+"""Users' own methods, detectors, backbones and data sets: `my_file.py:name` becomes the object of that name."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import FunctionType, ModuleType
+
+from .errors import InputError
+
+
+def load_object(spec: str, what: str) -> object:
+    """The object `name` of the Python file in `file.py:name`; `what` ("method", "detector" …) is for messages.
+
+    The file is run once for each version of its text, so that two objects from one file share their classes.
+    """
+    path, _, name = spec.rpartition(":")
+    if not path.endswith(".py") or not name.isidentifier():
+        raise InputError(f"the {what} {spec!r} is not of the form file.py:name.")
+    module = _load_module(Path(path).expanduser(), what)
+    if name not in vars(module):
+        found = ", ".join(_public_names(module)) or "none"
+        raise InputError(f"the {what} {name!r} is not in {path}; the public names defined there: {found}.")
+    found_object: object = vars(module)[name]
+    return found_object
+
+
+def _load_module(path: Path, what: str) -> ModuleType:
+    if not path.is_file():
+        raise InputError(f"the file {path} for the {what} does not exist.")
+    source = path.read_bytes()
+    key = hashlib.blake2b(str(path.resolve()).encode() + b"\0" + source, digest_size=8).hexdigest()
+    name = f"foogd_plugin_{path.stem}_{key}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None  # load_object lets only .py through
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs: dataclasses look their module up there
+    try:
+        # Not by the loader: its cache goes by time stamp and size, and lies beside the user's file.
+        exec(compile(source, str(path), "exec"), vars(module))
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InputError(f"the file {path} for the {what} cannot be imported: {message}") from error
+    return module
+
+
+def _public_names(module: ModuleType) -> list[str]:
+    return [name for name, value in vars(module).items() if not name.startswith("_") and _defined_in(module, value)]
+
+
+def _defined_in(module: ModuleType, value: object) -> bool:
+    if isinstance(value, (type, FunctionType)):
+        return value.__module__ == module.__name__
+    return not isinstance(value, ModuleType) and type(value).__module__ != "__future__"

@@ -1,0 +1,120 @@
+"""From rows to the tables that people read."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from .evaluate import Row
+
+NAMES = {"msp": "MSP", "energy": "energy", "max_logit": "max logit", "score_norm": "score norm", "ash": "ASH"}
+
+
+@final
+@dataclass(frozen=True)
+class Table:
+    """A titled grid of text."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def markdown(self) -> str:
+        """The table in Markdown, numbers to the right."""
+        align = ["---" if index < 2 else "---:" for index in range(len(self.columns))]
+        lines = [self.columns, tuple(align), *self.rows]
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+@final
+@dataclass(frozen=True)
+class Report:
+    """The rows of one run or of several."""
+
+    rows: tuple[Row, ...]
+
+    @classmethod
+    def of(cls, rows: Iterable[Row]) -> Report:
+        return cls(tuple(rows))
+
+    def last_round(self) -> Report:
+        """Only the rows of each run's last evaluated round."""
+        last: dict[str, int] = {}
+        for row in self.rows:
+            last[row.run] = max(last.get(row.run, 0), row.round)
+        return Report(tuple(row for row in self.rows if row.round == last[row.run]))
+
+    def methods(self) -> list[str]:
+        return list(dict.fromkeys(row.method for row in self.rows))
+
+    def detectors(self) -> list[str]:
+        return list(dict.fromkeys(row.detector for row in self.rows if row.detector))
+
+    def out_sets(self) -> list[str]:
+        return list(dict.fromkeys(row.dataset for row in self.rows if row.split == "out"))
+
+    def seeds(self) -> list[int]:
+        return sorted({row.seed for row in self.rows})
+
+    def values(
+        self, *, method: str, metric: str, split: str, scope: str = "weighted", detector: str | None = None,
+        dataset: str | None = None,
+    ) -> list[float]:  # fmt: skip
+        """One value a seed: the mean over the test sets that fit (all corruptions and severities of IN-C)."""
+        by_seed: dict[int, list[float]] = {}
+        for row in self.rows:
+            about = (row.method, row.metric, row.split, row.scope, row.detector)
+            if about == (method, metric, split, scope, detector) and dataset in (None, row.dataset):
+                by_seed.setdefault(row.seed, []).append(row.value)
+        return [statistics.fmean(by_seed[seed]) for seed in sorted(by_seed)]
+
+    def headline(self, scope: str = "weighted") -> Table:
+        """ACC-IN, ACC-IN-C, and FPR95 and AUROC against each OUT set, a line for each method and detector."""
+        sets = self.out_sets()
+        columns = ["method", "detector", "ACC-IN", "ACC-IN-C"]
+        columns += [f"{metric} {name}" for name in sets for metric in ("FPR95", "AUROC")]
+        lines = []
+        for method in self.methods():
+            accuracies = [
+                _percent(self.values(method=method, metric="accuracy", split=split, scope=scope))
+                for split in ("in", "in-c")
+            ]
+            for detector in self.detectors():
+                numbers = [
+                    self.values(method=method, metric=metric, split="out", scope=scope, detector=detector, dataset=name)
+                    for name in sets
+                    for metric in ("fpr95", "auroc")
+                ]
+                if any(numbers):
+                    lines.append((method, NAMES.get(detector, detector), *accuracies, *map(_percent, numbers)))
+        count = len(self.seeds())
+        title = f"in %, {scope} over clients" + (f", mean ± deviation over {count} seeds" if count > 1 else "")
+        return Table(title, tuple(columns), tuple(lines))
+
+    def joint(self, scope: str = "weighted") -> Table:
+        """Eq. 1 and 2 together: what is rejected where 95 % of IN pass, accuracy on the rest, both against OUT."""
+        columns = ("method", "detector", "IN-C rejected", "ACC accepted IN", "ACC accepted IN-C", "AUROC IN+IN-C / OUT")
+        lines = []
+        for method in self.methods():
+            for detector in self.detectors():
+                found = [
+                    self.values(method=method, metric=metric, split=split, scope=scope, detector=detector)
+                    for metric, split in (
+                        ("rejected", "in-c"),
+                        ("accuracy_accepted", "in"),
+                        ("accuracy_accepted", "in-c"),
+                        ("auroc_joint", "out"),
+                    )
+                ]
+                if any(found):
+                    lines.append((method, NAMES.get(detector, detector), *map(_percent, found)))
+        return Table(f"in %, {scope} over clients, threshold at 95 % of IN accepted", columns, tuple(lines))
+
+
+def _percent(values: Sequence[float]) -> str:
+    if not values:
+        return "–"
+    mean = 100 * statistics.fmean(values)
+    return f"{mean:.1f}" if len(values) == 1 else f"{mean:.1f} ± {100 * statistics.stdev(values):.1f}"

@@ -1,0 +1,407 @@
+"""Run folders: configuration, rounds, rows, summary and checkpoints, safe against a kill at any moment.
+
+Every file is replaced as a whole. The order within a round is: the line of `rounds.jsonl`, the checkpoint, the rows of
+an evaluation. A run that is continued drops what is later than its checkpoint and makes what is missing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import cached_property
+from importlib import metadata
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from .config import Config
+from .data.corrupt import CORRUPTIONS
+from .data.federation import Federation
+from .data.sources import load_source
+from .detect import Detector, resolve_detector
+from .engine.eager import EagerEngine, resolve_device
+from .errors import InputError
+from .evaluate import Row, evaluate
+from .methods import method_fields, method_settings
+from .methods.base import Method
+from .report import Report, Table
+from .simulate import RoundResult, RunState, initial_state, restore_state, simulate, state_tensors
+
+CONFIG, ENVIRONMENT = "config.toml", "environment.json"
+ROUNDS, ROWS, SUMMARY = "rounds.jsonl", "rows.jsonl", "summary.md"
+
+
+@final
+class Run:
+    """One run in its folder."""
+
+    def __init__(self, folder: Path, config: Config, method: Method) -> None:
+        self.folder, self.config, self.method = folder, config, method
+        self.name = f"{config.method.replace('/', '_')}-s{config.seed}-{config.digest(method_settings(method))}"
+        if resolve_device(config.device).type == "cuda" and not torch.cuda.is_available():
+            raise InputError("device = 'cuda' is not possible: torch finds no GPU here; use auto or cpu")
+        for kind in config.corruptions:
+            if kind not in CORRUPTIONS:
+                raise InputError(f"corruption {kind!r} is not known: use {', '.join(CORRUPTIONS)}")
+        self.detectors: dict[str, Detector] = {name: resolve_detector(name) for name in config.detectors}
+
+    @classmethod
+    def create(cls, folder: Path, config: Config, method: Method) -> Run:
+        """A new run; its folder appears with configuration and environment already in it."""
+        if folder.exists():
+            raise InputError(f"{folder} exists already: continue it with --resume, or choose another --out")
+        run = cls(folder, config, method)
+        run.check()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            write_atomic(draft / CONFIG, to_toml(run.settings()).encode())
+            about = json.dumps(environment(resolve_device(config.device)), indent=2)
+            write_atomic(draft / ENVIRONMENT, f"{about}\n".encode())
+            draft.chmod(0o755)
+            draft.rename(folder)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        return run
+
+    @classmethod
+    def open(cls, folder: Path, read: Callable[[Path], tuple[Config, Method]]) -> Run:
+        """A run that exists; `read` turns its config.toml into configuration and method."""
+        if not folder.is_dir():
+            raise InputError(f"{folder} is not a run folder: it does not exist")
+        if not (folder / CONFIG).is_file():
+            raise InputError(f"{folder} is not a run folder: it has no {CONFIG}")
+        return cls(folder, *read(folder / CONFIG))
+
+    def settings(self) -> dict[str, Any]:
+        """All settings of the run, flat."""
+        values = {item.name: getattr(self.config, item.name) for item in fields(self.config)}
+        known = method_fields(self.config.method)  # the name decides some fields, as `+aug` does
+        return values | {key: value for key, value in method_settings(self.method).items() if key in known}
+
+    def same_as(self, config: Config, method: Method) -> None:
+        """Complain where the folder belongs to another configuration; the device may differ."""
+        mine, other = self.settings(), Run(self.folder, config, method).settings()
+        for key in sorted({*mine, *other} - {"device"}):
+            if mine.get(key) != other.get(key):
+                raise InputError(
+                    f"{self.folder} holds a run with another configuration: {key} is {mine.get(key)!r} there and "
+                    f"{other.get(key)!r} here; choose another --out"
+                )
+
+    @cached_property
+    def federation(self) -> Federation:
+        return make_federation(self.config)
+
+    @cached_property
+    def engine(self) -> EagerEngine:
+        return EagerEngine(self.method, self.federation, self.config)
+
+    def check(self) -> None:
+        """Find what is wrong with data, clients, backbone or start weights before anything is written."""
+        quick = replace(self.config, corruptions=())  # corrupting the test images is the slow part
+        engine = EagerEngine(self.method, make_federation(quick), quick)
+        if self.config.init:
+            initial_state(engine, load_values(Path(self.config.init)))
+
+    def fresh_state(self) -> RunState:
+        """The state before the first round."""
+        init = None
+        if self.config.init:
+            init = load_values(Path(self.config.init))
+        return initial_state(self.engine, init)
+
+    def state(self) -> RunState:
+        """The state after the last finished round."""
+        fresh = self.fresh_state()
+        saved = load_checkpoint(self.folder)
+        return fresh if saved is None else restore_state(fresh, saved[0], saved[1])
+
+    def finished_rounds(self) -> int:
+        saved = read_json(self.folder / "checkpoint" / "state.json") if self.has_checkpoint() else None
+        return 0 if saved is None else int(saved.get("round", 0))
+
+    def has_checkpoint(self) -> bool:
+        return (self.folder / "checkpoint" / "state.json").is_file()
+
+    def train(self) -> Iterator[RoundResult]:
+        """Train what is left; after each round everything is on disk."""
+        torch.set_num_threads(self.config.threads)
+        state = self.state()
+        done = state.server.round
+        lines = read_lines(self.folder / ROUNDS)
+        if len(lines) < done:
+            raise InputError(
+                f"{self.folder} is half-written: {ROUNDS} has {len(lines)} lines, the checkpoint is of round {done}"
+            )
+        lines = lines[:done]
+        rows = [row for row in read_rows(self.folder) if row.round <= done]
+        if done and self._due(done) and not any(row.round == done for row in rows):
+            rows = self._evaluated(state, rows)
+        for result in simulate(self.method, self.federation, self.config, self.engine, start=state):
+            lines.append(_round_line(result))
+            write_atomic(self.folder / ROUNDS, _jsonl(lines))
+            save_checkpoint(self.folder, result.state, self._layout())
+            if self._due(result.round):
+                rows = self._evaluated(result.state, rows)
+            yield result
+        self.write_summary(rows, lines)
+
+    def _due(self, round: int) -> bool:
+        every = self.config.eval_every
+        return round == self.config.rounds or (every > 0 and round % every == 0)
+
+    def _evaluated(self, state: RunState, rows: Sequence[Row]) -> list[Row]:
+        found = evaluate(self.engine, state, self.detectors, run=self.name, method=self.config.method)
+        rows = [*rows, *found]
+        write_atomic(self.folder / ROWS, _jsonl([row.as_dict() for row in rows]))
+        return rows
+
+    def evaluate(self, detectors: Sequence[str]) -> list[Row]:
+        """Evaluate the last checkpoint with these detectors; their rows replace older ones of the same round."""
+        if not self.has_checkpoint():
+            raise InputError(f"{self.folder} has no finished round yet: train it with foogd run --resume")
+        torch.set_num_threads(self.config.threads)
+        state = self.state()
+        chosen = {name: resolve_detector(name) for name in detectors}
+        found = evaluate(self.engine, state, chosen, run=self.name, method=self.config.method)
+        fresh = {(row.round, row.detector) for row in found}
+        rows = [row for row in read_rows(self.folder) if (row.round, row.detector) not in fresh] + found
+        write_atomic(self.folder / ROWS, _jsonl([row.as_dict() for row in rows]))
+        if state.server.round == self.config.rounds:
+            self.write_summary(rows, read_lines(self.folder / ROUNDS))
+        return found
+
+    def write_summary(self, rows: Sequence[Row], lines: Sequence[Mapping[str, Any]]) -> None:
+        """`summary.md`: results, communication and what the run was."""
+        report = Report.of(rows).last_round()
+        refused = sum(len(line["refused"]) for line in lines)
+        seconds = sum(line["seconds"] for line in lines)
+        up, down = (sum(line[key] for line in lines) / max(1, len(lines)) / 2**20 for key in ("bytes_up", "bytes_down"))
+        text = [
+            f"# {self.config.method}, seed {self.config.seed}",
+            "",
+            f"Run {self.name}: {len(lines)} rounds, {self.config.clients} clients, {seconds:.1f} s of training, "
+            f"{down:.2f} MiB down and {up:.2f} MiB up a round, {refused} updates refused.",
+            "",
+            *_section("Results", report.headline()),
+            *_section("Joint view", report.joint()),
+            *_section("Partition", partition_table(self.federation)),
+        ]
+        write_atomic(self.folder / SUMMARY, ("\n".join(text) + "\n").encode())
+
+    def _layout(self) -> list[list[Any]]:
+        slices = self.engine.layout.slices
+        return [[name, slices[name].offset, list(slices[name].shape)] for name in self.engine.layout.shared_names]
+
+
+def make_federation(config: Config) -> Federation:
+    """The data of a run, split over its clients."""
+    root = Path(config.data_root)
+    return Federation.build(
+        load_source(config.data, root),
+        outs=[load_source(name, root) for name in config.out],
+        corruptions=config.corruptions,
+        severities=config.severities,
+        clients=config.clients,
+        partition=config.partition,
+        alpha=config.alpha,
+        classes_per_client=config.classes_per_client,
+        min_size=config.min_size,
+        seed=config.seed,
+        constants=config.constants,
+        test_share=config.test_share,
+    )
+
+
+def partition_table(federation: Federation) -> Table:
+    """Training images of each class on each client."""
+    counts = federation.describe()
+    names = federation.train.classes or tuple(str(c) for c in range(federation.num_classes))
+    rows = tuple((str(client), str(int(row.sum())), *(str(int(n)) for n in row)) for client, row in enumerate(counts))
+    return Table("training images", ("client", "all", *names), rows)
+
+
+def _section(title: str, table: Table) -> list[str]:
+    return [f"## {title} ({table.title})", "", table.markdown(), ""]
+
+
+def _round_line(result: RoundResult) -> dict[str, Any]:
+    return {
+        "round": result.round,
+        "seconds": round(result.seconds, 4),
+        "losses": dict(result.losses),
+        "participants": list(result.participants),
+        "refused": {str(client): reason for client, reason in result.refused.items()},
+        "bytes_up": result.bytes_up,
+        "bytes_down": result.bytes_down,
+    }
+
+
+# Files
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace a file as a whole: readers see the old content or the new, even after a crash."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with draft.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _jsonl(items: Sequence[Mapping[str, Any]]) -> bytes:
+    return "".join(json.dumps(item) + "\n" for item in items).encode()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file, with one sentence where it cannot be read."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{path} cannot be read: it holds no JSON object")
+    return content
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file; [] where there is none."""
+    if not path.is_file():
+        return []
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    except ValueError as error:
+        raise InputError(f"{path} is damaged: {error}") from None
+
+
+def read_rows(folder: Path) -> list[Row]:
+    """The rows of a run folder; [] where none were written yet."""
+    try:
+        return [Row(**line) for line in read_lines(folder / ROWS)]
+    except TypeError as error:
+        raise InputError(f"{folder / ROWS} is damaged: {error}") from None
+
+
+def to_toml(settings: Mapping[str, Any]) -> str:
+    """Flat settings as TOML."""
+    return "".join(f"{key} = {_toml_value(value)}\n" for key, value in settings.items())
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_toml_value(item) for item in value)}]"
+    raise InputError(f"{value!r} cannot be written to {CONFIG}: give it as a name or as file.py:fn")
+
+
+def save_checkpoint(folder: Path, state: RunState, layout: list[list[Any]]) -> None:
+    """The state in one safetensors file; `state.json` names it and is written last."""
+    from safetensors.torch import save
+
+    data = save(state_tensors(state))
+    name = f"round-{state.server.round:05d}.safetensors"
+    checkpoint = folder / "checkpoint"
+    write_atomic(checkpoint / name, data)
+    about = {"round": state.server.round, "file": name, "sha256": hashlib.sha256(data).hexdigest(), "layout": layout}
+    write_atomic(checkpoint / "state.json", json.dumps(about).encode())
+    for old in checkpoint.glob("round-*.safetensors"):
+        if old.name != name:
+            old.unlink(missing_ok=True)
+
+
+def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], int] | None:
+    """The tensors and the round of the last checkpoint; None where there is none yet."""
+    from safetensors.torch import load
+
+    about_path = folder / "checkpoint" / "state.json"
+    if not about_path.is_file():
+        return None
+    about = read_json(about_path)
+    name, round, digest = about.get("file"), about.get("round"), about.get("sha256")
+    if not isinstance(name, str) or not isinstance(round, int) or Path(name).name != name:
+        raise InputError(f"{about_path} is damaged: it names no file and round")
+    path = about_path.with_name(name)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"the checkpoint {path} cannot be read: {error.strerror}") from None
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise InputError(f"the checkpoint {path} is damaged: its checksum differs from the one in {about_path.name}")
+    return load(data), round
+
+
+def load_values(folder: Path) -> dict[str, Tensor]:
+    """The travelling values of a finished run by name ("backbone.conv.weight")."""
+    if not (folder / CONFIG).is_file():
+        raise InputError(f"{folder} is not a run folder: it has no {CONFIG}")
+    saved = load_checkpoint(folder)
+    if saved is None:
+        raise InputError(f"{folder} has no finished round to start from")
+    row = saved[0]["server.shared"]
+    layout = read_json(folder / "checkpoint" / "state.json")["layout"]
+    values = {}
+    for name, offset, shape in layout:
+        size = torch.Size(shape)
+        values[name] = row[offset : offset + size.numel()].view(size)
+    prefix = "server.integers."
+    values |= {name.removeprefix(prefix): value for name, value in saved[0].items() if name.startswith(prefix)}
+    return values
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What a number was measured with: commit, versions, device."""
+    packages = ("foogd", "torch", "numpy", "safetensors", "scikit-learn")
+    versions = {}
+    for name in packages:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {
+        "commit": source_commit(),
+        "python": platform.python_version(),
+        "versions": {**versions, "torch": torch.__version__},
+        "platform": platform.platform(),
+        "device": str(device),
+        "gpu": gpu,
+        "cores": os.cpu_count(),
+    }
+
+
+def source_commit() -> str | None:
+    """The commit of the package's own repository, with a plus sign where files differ from it."""
+    here = Path(__file__).resolve().parent
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(here), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")) not in here.parents:
+            return None
+        dirty = git("status", "--porcelain", "--untracked-files=no", "--", str(here))
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if dirty else "")
+    except (OSError, subprocess.SubprocessError):
+        return None

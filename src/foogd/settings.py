@@ -1,0 +1,180 @@
+"""From presets, TOML files and `--set key=value` to a checked `Config` and `Method`.
+
+Settings are flat: a key belongs to the run (`rounds`) or to the method (`lambda_m`). A preset may also hold tables
+named `[foogd]`, `[fedrod]`, …, whose keys count only where the method has that part.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import Field, fields
+from importlib import resources
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import pydantic
+
+from .config import Config
+from .errors import InputError
+from .methods import METHODS, PROFILES, make_method, method_fields
+from .methods.base import Method
+
+TABLES = (*METHODS, "foogd")
+
+
+def preset_names() -> list[str]:
+    """The presets inside the package."""
+    folder = resources.files("foogd") / "presets"
+    return sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml"))
+
+
+def read_preset(name: str) -> dict[str, Any]:
+    """The settings of a preset, or of a TOML file."""
+    if name.endswith(".toml"):
+        path = Path(name)
+        if not path.is_file():
+            raise InputError(f"{name} is not a file: give a preset ({', '.join(preset_names())}) or a TOML file")
+        return parse_toml(path.read_bytes(), str(path))
+    if name not in preset_names():
+        raise InputError(f"preset {name!r} is not known: use {', '.join(preset_names())} or a path that ends in .toml")
+    return parse_toml((resources.files("foogd") / "presets" / f"{name}.toml").read_bytes(), name)
+
+
+def parse_toml(data: bytes, name: str) -> dict[str, Any]:
+    """The content of a TOML file, with one sentence where it cannot be read."""
+    try:
+        return tomllib.loads(data.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{name} is not TOML: {' '.join(str(error).split())}") from None
+
+
+def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
+    """`key=value` pairs; a value is read as TOML (0.5, true, ["a"]) and taken as text where it is none."""
+    settings: dict[str, Any] = {}
+    for text in assignments:
+        key, separator, value = text.partition("=")
+        if not separator or not key.strip():
+            raise InputError(f"--set {text!r} is not of the form key=value")
+        try:
+            settings[key.strip()] = tomllib.loads(f"value = {value.strip()}")["value"]
+        except tomllib.TOMLDecodeError:
+            settings[key.strip()] = value.strip()
+    return settings
+
+
+def resolve(preset: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[Config, Method]:
+    """The configuration and the method that a preset and the user's overrides describe."""
+    name = str(overrides.get("method", preset.get("method", Config.method)))
+    known_method = method_fields(name)
+    known_config = {item.name: item for item in fields(Config)}
+    merged: dict[str, Any] = {}
+    for layer in (_flatten(preset, name), overrides):
+        merged |= _profile(layer, name)
+        merged |= {key: value for key, value in layer.items() if key != "profile"}
+    merged["method"] = name
+    known: dict[str, tuple[type, Field[Any]]] = {key: (Config, item) for key, item in known_config.items()}
+    known |= {key: owner for key, owner in known_method.items() if key not in known}
+    checked = _check(merged, known, name)
+    config = Config(**{key: value for key, value in checked.items() if key in known_config})
+    return config, make_method(name, {key: value for key, value in checked.items() if key not in known_config})
+
+
+def _flatten(preset: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A preset without its tables, and with the values of those that belong to the method."""
+    base, _, suffix = name.rpartition("+") if "+" in name else (name, "", "")
+    parts = {base, suffix, name}
+    flat = {key: value for key, value in preset.items() if not isinstance(value, Mapping)}
+    for key, table in preset.items():
+        if isinstance(table, Mapping):
+            if key not in TABLES:
+                raise InputError(f"table [{key}] is not known: a preset has {', '.join(f'[{t}]' for t in TABLES)}")
+            if key in parts:
+                flat |= table
+    return flat
+
+
+def _profile(layer: Mapping[str, Any], name: str) -> dict[str, Any]:
+    if "profile" not in layer:
+        return {}
+    if not name.endswith("+foogd"):
+        raise InputError(f"method {name} has no setting 'profile': only methods with +foogd have profiles")
+    profile = layer["profile"]
+    if profile not in PROFILES:
+        raise InputError(f"profile = {profile!r} is not allowed: it must be one of {_quoted(PROFILES)}")
+    return dict(PROFILES[profile])
+
+
+def _check(settings: Mapping[str, Any], known: Mapping[str, tuple[type, Field[Any]]], name: str) -> dict[str, Any]:
+    """The settings with their types and limits checked."""
+    for key in settings:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise InputError(f"setting {key!r} is not known for method {name}{hint}; it has {', '.join(sorted(known))}")
+    hints = {owner: get_type_hints(owner) for owner, _ in known.values()}
+    shape: dict[str, Any] = {}
+    for key in settings:
+        owner, item = known[key]
+        shape[key] = (_constrained(hints[owner][key], item), ...)
+    model = pydantic.create_model("Settings", __config__=pydantic.ConfigDict(strict=True), **shape)
+    values = {key: _as_tuple(value, hints[known[key][0]][key]) for key, value in settings.items()}
+    try:
+        checked = model(**values)
+    except pydantic.ValidationError as error:
+        key = str(error.errors()[0]["loc"][0])
+        owner, item = known[key]
+        raise InputError(
+            f"{key} = {settings[key]!r} is not allowed: it must be {_allowed(hints[owner][key], item)}"
+        ) from None
+    return {key: getattr(checked, key) for key in settings}
+
+
+def _as_tuple(value: Any, hint: Any) -> Any:
+    if get_origin(hint) is not tuple:
+        return value
+    if isinstance(value, str):  # --set out=digits,fashion_out
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return tuple(value) if isinstance(value, Sequence) else (value,)
+
+
+def _plain(hint: Any) -> Any:
+    """The type that a file can hold: of `str | Callable` the text."""
+    return str if get_origin(hint) is UnionType and str in get_args(hint) else hint
+
+
+def _constrained(hint: Any, item: Field[Any]) -> Any:
+    hint = _plain(hint)
+    limits = {key: value for key, value in item.metadata.items() if key in ("ge", "gt", "le", "lt")}
+    if get_origin(hint) is tuple:
+        inner = get_args(hint)[0]
+        return tuple[Annotated[inner, pydantic.Field(**limits)], ...] if limits else hint  # type: ignore[valid-type]
+    if "choices" in item.metadata:
+        return Literal[tuple(item.metadata["choices"])]
+    if hint is float:
+        return Annotated[float, pydantic.Field(allow_inf_nan=False, **limits)]
+    return Annotated[hint, pydantic.Field(**limits)] if limits else hint
+
+
+def _allowed(hint: Any, item: Field[Any]) -> str:
+    """What a setting may be, in words."""
+    hint = _plain(hint)
+    if "choices" in item.metadata:
+        return f"one of {_quoted(item.metadata['choices'])}"
+    kinds = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    if get_origin(hint) is tuple:
+        words = {int: "whole numbers", float: "numbers", str: "texts"}
+        return f"a list of {words[get_args(hint)[0]]}{_limits(item.metadata)}"
+    return kinds.get(hint, str(hint)) + _limits(item.metadata)
+
+
+def _limits(metadata: Mapping[str, Any]) -> str:
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    found = [f"{word} {metadata[key]}" for key, word in words.items() if key in metadata]
+    return f" {' and '.join(found)}" if found else ""
+
+
+def _quoted(values: Iterable[Any]) -> str:
+    return ", ".join(repr(value) for value in values)

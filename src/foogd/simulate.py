@@ -1,0 +1,203 @@
+"""The round loop: a generator of round results, and the state that a run can be stopped and continued with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .config import Config
+from .data.federation import Federation
+from .engine.aggregate import WeightedMean, refusal
+from .engine.eager import EagerEngine, Engine
+from .engine.rng import Streams, generator
+from .errors import InputError
+from .methods.base import Method
+from .types import ClientState, ServerState, Survey, Update
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Everything between two rounds: the server and every client."""
+
+    server: ServerState
+    clients: tuple[ClientState, ...]
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """One finished round; `round` counts from 1."""
+
+    round: int
+    state: RunState
+    participants: tuple[int, ...]
+    losses: Mapping[str, float]  # weighted over the clients that counted
+    refused: Mapping[int, str]  # client → why its update did not count
+    seconds: float
+    bytes_down: int
+    bytes_up: int
+
+
+def simulate(
+    method: Method,
+    federation: Federation,
+    config: Config,
+    engine: Engine | None = None,
+    *,
+    start: RunState | None = None,
+) -> Iterator[RoundResult]:
+    """Train for `config.rounds` rounds, or for what is left of them from `start`; yields after each round."""
+    engine = engine or EagerEngine(method, federation, config)
+    state = start or initial_state(engine)
+    for round in range(state.server.round, config.rounds):
+        result = run_round(engine, state, round)
+        state = result.state
+        yield result
+
+
+def initial_state(engine: Engine, init: Mapping[str, Tensor] | None = None) -> RunState:
+    """The start of a run; `init` replaces values of travelling nets by name, as from a finished run."""
+    nets, layout, config = engine.nets(), engine.layout, engine.config
+    if init is not None:
+        _replace_values(nets.state_dict(), init)
+    shared, personal, integers = layout.pack(nets)
+    extra = engine.method.init_server(nets, Streams(config.seed, "server", "init", device=shared.device))
+    clients = tuple(
+        ClientState(
+            id=client,
+            personal=personal.clone(),
+            indices=indices,
+            class_counts=engine.federation.class_counts(client),
+        )
+        for client, indices in enumerate(engine.federation.train_indices)
+    )
+    return RunState(ServerState(shared, extra, integers), clients)
+
+
+def _replace_values(values: Mapping[str, Tensor], init: Mapping[str, Tensor]) -> None:
+    used = {name: value for name, value in init.items() if name in values}
+    if not any(name.startswith("backbone.") for name in used):
+        raise InputError("the run to start from has no value that this run's backbone knows: use the same backbone")
+    for name, value in used.items():
+        if value.shape != values[name].shape:
+            raise InputError(
+                f"{name} has shape {tuple(value.shape)} in the run to start from and {tuple(values[name].shape)} "
+                "here: use the same backbone and data"
+            )
+        values[name].copy_(value)
+
+
+def sample_clients(clients: Sequence[ClientState], share: float, seed: int, round: int) -> list[ClientState]:
+    """The participants of a round in the order of their ids; clients without data never take part."""
+    able = sorted((client for client in clients if len(client.indices) > 0), key=lambda client: client.id)
+    if not able:
+        raise InputError("no client has training data")
+    if share >= 1:
+        return able
+    count = max(1, round_half_up(share * len(able)))
+    chosen = torch.randperm(len(able), generator=generator(seed, round, "participants"))[:count]
+    return [able[position] for position in sorted(chosen.tolist())]
+
+
+def round_half_up(value: float) -> int:
+    """The nearest whole number; halves go up, so that a share of clients never depends on evenness."""
+    return int(value + 0.5)
+
+
+def run_round(engine: Engine, state: RunState, round: int) -> RoundResult:
+    """One round: sample, survey, train, check, fold in the order of client ids, aggregate."""
+    began = time.perf_counter()
+    config, method, server = engine.config, engine.method, state.server
+    # Engines replace the tensors of a client and never write into them, so a shallow copy keeps the old state.
+    clients = {client.id: replace(client) for client in state.clients}
+    participants = sample_clients(list(clients.values()), config.participation, config.seed, round)
+    server = method.begin(server, engine.survey(server, participants, round))
+
+    fold = WeightedMean(engine.layout, exact_bn=config.bn_pool == "exact")
+    counted: list[Update] = []
+    refused: dict[int, str] = {}
+    bytes_up = 0
+    for update in engine.train(server, participants, round):
+        bytes_up += _bytes(update.shared, *update.extra.values(), *update.integers.values())
+        reason = refusal(update, server)
+        if reason is None:
+            fold.add(update)
+            # Only what is small stays: the row has gone into the fold.
+            counted.append(replace(update, shared=update.shared.new_empty(0)))
+        else:
+            refused[update.client] = reason
+            before = next(client for client in state.clients if client.id == update.client)
+            clients[update.client] = replace(before)
+    mean = fold.finish(server)
+    if counted:
+        extras = [Survey(update.client, update.weight, update.extra) for update in counted]
+        rng = Streams(config.seed, round, "server", device=mean.shared.device)
+        mean = method.aggregate(server, mean, extras, engine.nets, rng)
+    return RoundResult(
+        round=round + 1,
+        state=RunState(mean, tuple(clients[client.id] for client in state.clients)),
+        participants=tuple(client.id for client in participants),
+        losses=_weighted_losses(counted),
+        refused=refused,
+        seconds=time.perf_counter() - began,
+        bytes_down=len(participants) * _bytes(server.shared, *server.extra.values(), *server.integers.values()),
+        bytes_up=bytes_up,
+    )
+
+
+def _weighted_losses(updates: Sequence[Update]) -> dict[str, float]:
+    groups = sorted({group for update in updates for group in update.losses})
+    means = {}
+    for group in groups:
+        having = [update for update in updates if group in update.losses]
+        total = sum(update.weight for update in having)
+        means[group] = sum(update.weight * update.losses[group] for update in having) / total
+    return means
+
+
+def _bytes(*tensors: Tensor) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def state_tensors(state: RunState) -> dict[str, Tensor]:
+    """A run's state as named tensors, for a checkpoint; data indices are not part of it."""
+    tensors = {"server.shared": state.server.shared}
+    tensors |= {f"server.extra.{name}": value for name, value in state.server.extra.items()}
+    tensors |= {f"server.integers.{name}": value for name, value in state.server.integers.items()}
+    for client in state.clients:
+        tensors[f"client.{client.id}.personal"] = client.personal
+        tensors |= {f"client.{client.id}.memory.{name}": value for name, value in client.memory.items()}
+        tensors |= {f"client.{client.id}.optimiser.{name}": value for name, value in client.optimiser.items()}
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def restore_state(fresh: RunState, tensors: Mapping[str, Tensor], round: int) -> RunState:
+    """The state that `state_tensors` described; `fresh` is the run's start, which knows shapes and data indices."""
+    shared = fresh.server.shared
+    saved = tensors.get("server.shared")
+    if saved is None or saved.shape != shared.shape:
+        found = "none" if saved is None else str(tuple(saved.shape))
+        raise InputError(f"the checkpoint's server row is {found}, this configuration needs {tuple(shared.shape)}")
+
+    def below(prefix: str) -> dict[str, Tensor]:
+        found = {name: value for name, value in tensors.items() if name.startswith(prefix)}
+        return {name.removeprefix(prefix): value.to(shared.device) for name, value in found.items()}
+
+    server = ServerState(saved.to(shared.device), below("server.extra."), below("server.integers."), round)
+    clients = []
+    for client in fresh.clients:
+        personal = tensors.get(f"client.{client.id}.personal")
+        if personal is None or personal.shape != client.personal.shape:
+            raise InputError(f"the checkpoint has no fitting private values of client {client.id}")
+        clients.append(
+            replace(
+                client,
+                personal=personal.to(shared.device),
+                memory=below(f"client.{client.id}.memory."),
+                optimiser=below(f"client.{client.id}.optimiser."),
+            )
+        )
+    return RunState(server, tuple(clients))

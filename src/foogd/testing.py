@@ -1,0 +1,223 @@
+"""The contracts of methods and detectors, for our own tests and for yours: `check_method(MyMethod())`."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .config import Config
+from .data.federation import Federation
+from .data.synthetic import tiny_federation
+from .detect import Detector
+from .engine.batches import BatchMaker
+from .engine.eager import EagerEngine, build_nets
+from .engine.rng import Streams, generator
+from .evaluate import evaluate
+from .methods.base import Method
+from .metrics import auroc
+from .nets.dropout import bind_dropout
+from .simulate import RunState, initial_state, restore_state, simulate, state_tensors
+from .types import Batch, Context, Nets, Output, Readout
+
+CONTRACT = Config(
+    backbone="cnn", rounds=20, local_epochs=1, batch_size=16, lr=0.05, momentum=0.9, weight_decay=5e-4, device="cpu"
+)
+
+
+def check_method(method: Method, federation: Federation | None = None, config: Config = CONTRACT) -> None:
+    """Raise AssertionError with one sentence where `method` breaks the contract; a few seconds on a CPU.
+
+    Finite scalar losses for exactly its groups, each reaching its own group only; nothing that looks at a value
+    (it runs on the meta device); private values never travel and BN statistics do; results that do not depend on the
+    order of clients and repeat with the seed; a state that saves and loads; and it learns separable data.
+    """
+    federation = federation or tiny_federation()
+    engine = EagerEngine(method, federation, replace(config, rounds=2))
+    _check_losses(method, federation, config)
+    _check_meta(method, federation, config)
+    _check_travel(method, engine)
+    _check_order(engine)
+    _check_seed(method, federation, replace(config, rounds=2))
+    _check_save_and_load(method, federation, replace(config, rounds=3))
+    _check_learning(method, federation, config)
+
+
+def _context(
+    nets: Nets, federation: Federation, groups: tuple[str, ...], rng: Streams, server: Mapping[str, Tensor]
+) -> Context:
+    return Context(
+        round=0, rounds=2, groups=groups, class_counts=federation.class_counts(0), received=nets, server=server,
+        memory={}, rng=rng,
+    )  # fmt: skip
+
+
+def _check_losses(method: Method, federation: Federation, config: Config) -> None:
+    nets = build_nets(method, federation, config)
+    rng = Streams(0, 0, 0)
+    bind_dropout(nets, rng("dropout"))
+    batches = BatchMaker.of(method, federation, config, torch.device("cpu"))
+    own = federation.train_indices[0]
+    server = method.init_server(nets, Streams(0, "server"))
+    for phase in method.phases(0, 2, 1):
+        nets.eval()
+        for group in phase.groups:
+            assert group in method.groups, f"phase trains {group!r}, which is none of the groups {tuple(method.groups)}"
+            for name in method.groups[group]:
+                nets[name].train()
+        batch = method.embed(nets, batches.training(own[: config.batch_size], own, rng))
+        losses = method.losses(nets, batch, _context(nets, federation, phase.groups, rng, server))
+        assert set(losses) == set(phase.groups), f"losses have the keys {sorted(losses)}, the groups are {phase.groups}"
+        parameters = {g: [p for net in method.groups[g] for p in nets[net].parameters()] for g in phase.groups}
+        for group, loss in losses.items():
+            assert loss.shape == (), f"the loss of {group!r} has shape {tuple(loss.shape)}; it must be a scalar"
+            assert bool(torch.isfinite(loss)), f"the loss of {group!r} is {float(loss)}"
+            for other, wanted in parameters.items():
+                found = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
+                reached = any(g is not None and bool((g != 0).any()) for g in found)
+                if other == group:
+                    assert reached, f"the loss of {group!r} has no gradient for its own nets"
+                    finite = all(g is None or bool(torch.isfinite(g).all()) for g in found)
+                    assert finite, f"the gradient of the loss of {group!r} is not finite"
+                else:
+                    assert not reached, f"the loss of {group!r} reaches the nets of {other!r}"
+
+
+def _check_meta(method: Method, federation: Federation, config: Config) -> None:
+    nets = build_nets(method, federation, config).to("meta")
+    bind_dropout(nets, None)
+    c, h, w = federation.shape
+    b = config.batch_size
+    x = torch.empty(b, c, h, w, device="meta")
+
+    def no_stream(purpose: str) -> torch.Generator:
+        return None  # type: ignore[return-value]  # draws on meta take no generator
+
+    published = method.init_server(build_nets(method, federation, config), Streams(0))
+    server = {name: value.to("meta") for name, value in published.items()}
+    class_counts = torch.empty(federation.num_classes, device="meta")
+    for phase in method.phases(0, 2, 1):
+        ctx = Context(0, 2, phase.groups, class_counts, nets, server, {}, no_stream)
+        try:
+            x_hat = method.view(x, x, no_stream) if method.views == 2 else None
+            batch = Batch(x, torch.empty(b, dtype=torch.int64, device="meta"), x_hat)
+            losses = method.losses(nets.train(), method.embed(nets, batch), ctx)
+        except (RuntimeError, NotImplementedError) as error:
+            raise AssertionError(f"the losses look at a value, or use what a graph cannot record: {error}") from error
+        assert all(loss.device.type == "meta" for loss in losses.values()), "a loss left the device of its batch"
+
+
+def _check_travel(method: Method, engine: EagerEngine) -> None:
+    layout = engine.layout
+    values = engine.nets().state_dict()
+    for name, value in values.items():
+        if not value.is_floating_point():
+            continue
+        wanted = layout.personal_names if method.personal(name) else layout.shared_names
+        assert name in wanted, f"{name} is not in the row where it belongs"
+    state = initial_state(engine)
+    result = next(simulate(method, engine.federation, engine.config, engine, start=state))
+    assert not result.refused, f"updates were refused: {dict(result.refused)}"
+    first = next(engine.train(state.server, [replace(state.clients[0])], 0))
+    assert first.shared.shape == (layout.shared_size,), "the update's row is not the shared row"
+    for old, new in zip(state.clients, result.state.clients, strict=True):
+        same = old.personal.data_ptr() == new.personal.data_ptr()
+        assert not layout.personal_size or not same, "private values of a client were written into, not replaced"
+
+
+def _check_order(engine: EagerEngine) -> None:
+    state = initial_state(engine)
+    one_way = {u.client: u for u in engine.train(state.server, [replace(c) for c in state.clients], 0)}
+    other_way = {u.client: u for u in engine.train(state.server, [replace(c) for c in reversed(state.clients)], 0)}
+    for client, update in one_way.items():
+        assert torch.equal(update.shared, other_way[client].shared), f"client {client} depends on who trained before it"
+
+
+def _last(method: Method, federation: Federation, config: Config) -> RunState:
+    *_, last = simulate(method, federation, config)
+    return last.state
+
+
+def _check_seed(method: Method, federation: Federation, config: Config) -> None:
+    one, again = _last(method, federation, config), _last(method, federation, config)
+    assert torch.equal(one.server.shared, again.server.shared), "one seed gave two results"
+    other = _last(method, federation, replace(config, seed=config.seed + 1))
+    assert not torch.equal(one.server.shared, other.server.shared), "two seeds gave one result"
+
+
+def _check_save_and_load(method: Method, federation: Federation, config: Config) -> None:
+    engine = EagerEngine(method, federation, config)
+    results = list(simulate(method, federation, config, engine))
+    buffer = io.BytesIO()
+    arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in state_tensors(results[0].state).items()}
+    np.savez(buffer, **arrays)
+    buffer.seek(0)
+    with np.load(buffer, allow_pickle=False) as saved:
+        tensors = {name: torch.from_numpy(saved[name]) for name in saved.files}
+    resumed = restore_state(initial_state(engine), tensors, results[0].round)
+    *_, last = simulate(method, federation, config, start=resumed)
+    straight = state_tensors(results[-1].state)
+    again = state_tensors(last.state)
+    assert straight.keys() == again.keys(), "a saved and loaded state has other parts"
+    for name in straight:
+        assert torch.equal(straight[name], again[name]), f"after saving and loading, {name} ends differently"
+
+
+def _check_learning(method: Method, federation: Federation, config: Config) -> None:
+    engine = EagerEngine(method, federation, config)
+    *_, last = simulate(method, federation, config, engine)
+    rows = evaluate(engine, last.state, {})
+    right = next(r.value for r in rows if (r.metric, r.split, r.scope) == ("accuracy", "in", "pooled"))
+    assert right > 0.9, f"after {config.rounds} rounds on separable data the accuracy is {right:.3f}, not above 0.9"
+
+
+def check_detector(detector: Detector) -> None:
+    """Raise AssertionError with one sentence where `detector` breaks the contract.
+
+    Larger scores for OUT on separable data (AUROC above 0.99), scores that do not depend on the other samples of the
+    batch, and finite scores on extreme input.
+    """
+    known, labels, unknown, readout = _separable_outputs()
+    for _ in range(detector.passes):
+        detector = detector.fit(detector.statistics(known, labels, readout))
+    in_scores, out_scores = detector(known, readout), detector(unknown, readout)
+    for scores, output in ((in_scores, known), (out_scores, unknown)):
+        assert scores.shape == (len(output.z),), f"the scores have shape {tuple(scores.shape)}; one a sample is needed"
+    area = auroc(in_scores, out_scores)
+    assert area > 0.99, f"AUROC is {area:.3f} on separable data: larger must mean more OUT"
+    order = torch.randperm(len(known.z), generator=generator(0, "order"))
+    moved = detector(Output(known.z[order], known.logits[order]), readout)
+    assert torch.allclose(moved, in_scores[order], rtol=1e-4, atol=1e-6), "a score depends on the rest of the batch"
+    half = detector(Output(known.z[:7], known.logits[:7]), readout)
+    assert torch.allclose(half, in_scores[:7], rtol=1e-4, atol=1e-6), "a score depends on the rest of the batch"
+    for scale in (0.0, 1e4):
+        extreme = Output(known.z * scale, known.logits * scale)
+        finite = bool(torch.isfinite(detector(extreme, readout)).all())
+        assert finite, f"scores are not finite on features times {scale}"
+
+
+def _separable_outputs() -> tuple[Output, Tensor, Output, Readout]:
+    """IN features in tight, non-negative clusters that the head knows; OUT features weak and spread out."""
+    stream, classes, d = generator(0, "separable"), 4, 32
+    means = torch.zeros(classes, d)
+    for c in range(classes):
+        means[c, c * 8 : c * 8 + 8] = 4.0
+    labels = torch.arange(classes).repeat(64)
+    z_in = (means[labels] + 0.2 * torch.randn(len(labels), d, generator=stream)).clamp_min(0.0)
+    z_out = (0.5 + 0.2 * torch.randn(200, d, generator=stream)).clamp_min(0.0)
+    weight, bias = means / 8, torch.zeros(classes)
+
+    def head(z: Tensor) -> Tensor:
+        return z @ weight.T + bias
+
+    def score(z: Tensor, sigma: float | None = None) -> Tensor:
+        nearest = torch.cdist(z, means).argmin(1)
+        return means[nearest] - z
+
+    readout = Readout(head, weight, bias, score)
+    return Output(z_in, head(z_in)), labels, Output(z_out, head(z_out)), readout

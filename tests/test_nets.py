@@ -1,0 +1,418 @@
+"""Backbones, score network and dropout: sizes, randomness, and what users' own networks may do."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from foogd.engine.rng import generator
+from foogd.errors import InputError
+from foogd.nets import BACKBONES, ResNet18, ScoreNet, SmallCNN, WideResNet, frozen, make_backbone
+from foogd.nets.dropout import Dropout, bind_dropout, own_dropout
+
+SHAPE = (3, 16, 16)
+
+
+def parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def buffers(module: nn.Module) -> int:
+    return sum(b.numel() for b in module.buffers())
+
+
+# --- sizes (methods.md, section 0) -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("classes", "expected"), [(10, 2_243_546), (100, 2_255_156)])
+def test_wrn_has_the_published_size(classes: int, expected: int) -> None:
+    net = WideResNet()
+    assert parameters(net) + parameters(nn.Linear(net.feature_width, classes)) == expected
+    assert buffers(net) == 5_445
+    assert sum(isinstance(m, nn.BatchNorm2d) for m in net.modules()) == 37
+
+
+@pytest.mark.parametrize(("classes", "expected"), [(7, 11_180_103), (200, 11_279_112)])
+def test_resnet_has_the_published_size(classes: int, expected: int) -> None:
+    net = ResNet18()
+    assert parameters(net) + parameters(nn.Linear(net.feature_width, classes)) == expected
+    assert buffers(net) == 9_620
+
+
+@pytest.mark.parametrize(
+    ("width", "hidden", "expected"), [(128, 1024, 265_344), (128, 512, 132_736), (512, 1024, 1_052_160)]
+)
+def test_score_net_has_the_released_size(width: int, hidden: int, expected: int) -> None:
+    assert parameters(ScoreNet(width, hidden)) == expected
+    assert parameters(ScoreNet(width, hidden, conditioned=True)) == expected + hidden
+    assert buffers(ScoreNet(width, hidden, standardise=True)) == 2 * width
+
+
+def test_wrn_start_weights_have_the_stated_scale() -> None:
+    net = make_backbone("wrn40-2", SHAPE, generator(0))
+    for conv in (m for m in net.modules() if isinstance(m, nn.Conv2d)):
+        k, out = conv.kernel_size[0], conv.out_channels
+        ratio = conv.weight.square().mean() / (2 / (k * k * out))
+        assert abs(ratio - 1) < 5 * (2 / conv.weight.numel()) ** 0.5
+
+
+@pytest.mark.parametrize("name", sorted(BACKBONES))
+@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32), (3, 16, 16), (1, 37, 30)])
+def test_features_are_flat_and_non_negative(name: str, shape: tuple[int, int, int]) -> None:
+    net = make_backbone(name, shape, generator(1)).eval()
+    z = net(torch.randn(2, *shape, generator=generator(2)))
+    assert z.shape == (2, net.feature_width)
+    assert z.min() >= 0
+    assert z.max() > 0
+
+
+@pytest.mark.parametrize("name", sorted(BACKBONES))
+def test_backbones_run_forward_and_backward_on_meta(name: str) -> None:
+    with torch.device("meta"):
+        net = make_backbone(name, SHAPE, generator(1)).train()
+        z = net(torch.empty(4, *SHAPE))
+        z.sum().backward()
+    assert z.is_meta
+    assert z.shape == (4, net.feature_width)
+    assert all(p.grad is not None and p.grad.is_meta for p in net.parameters())
+
+
+def test_score_net_runs_on_meta() -> None:
+    with torch.device("meta"):
+        score = ScoreNet(8, 16, conditioned=True, standardise=True)
+        z = torch.empty(4, 8)
+        score.observe(z)
+        for sigma in (0.1, torch.empty(4)):
+            assert score(score.scale(z), sigma).shape == (4, 8)
+            assert frozen(score)(score.scale(z), sigma).is_meta
+
+
+def test_every_image_gets_the_features_of_its_own() -> None:
+    net = make_backbone("cnn", (1, 28, 28), generator(1)).eval()
+    x = torch.randn(5, 1, 28, 28, generator=generator(2))
+    torch.testing.assert_close(torch.cat([net(x[i : i + 1]) for i in range(5)]), net(x))
+
+
+@pytest.mark.parametrize("make", [lambda: WideResNet(depth=17), lambda: ResNet18(stem="5x5"), lambda: Dropout(1.0)])
+def test_impossible_sizes_are_refused(make: object) -> None:
+    with pytest.raises(InputError, match="allowed"):
+        make()  # type: ignore[operator]
+
+
+# --- start weights ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["cnn", "wrn16-1"])
+def test_start_weights_depend_on_the_stream_alone(name: str) -> None:
+    torch.manual_seed(1)
+    first = make_backbone(name, SHAPE, generator(7)).state_dict()
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    again = make_backbone(name, SHAPE, generator(7)).state_dict()
+    assert torch.equal(torch.get_rng_state(), state)
+    other = make_backbone(name, SHAPE, generator(8)).state_dict()
+    assert all(torch.equal(first[k], again[k]) for k in first)
+    assert any(not torch.equal(first[k], other[k]) for k in first)
+
+
+@pytest.mark.parametrize("name", sorted(BACKBONES))
+def test_eval_mode_leaves_the_state_untouched(name: str) -> None:
+    net = make_backbone(name, SHAPE, generator(7)).eval()
+    before = copy.deepcopy(net.state_dict())
+    net(torch.randn(4, *SHAPE, generator=generator(2)))
+    assert all(torch.equal(before[k], v) for k, v in net.state_dict().items())
+
+
+def test_building_does_not_count_as_training() -> None:
+    net = make_backbone("wrn16-1", SHAPE, generator(7))
+    assert all(m.training for m in net.modules())
+    assert int(net.bn.num_batches_tracked) == 0
+    assert torch.equal(net.bn.running_mean, torch.zeros(64))
+
+
+# --- dropout ---------------------------------------------------------------------------------------------------------
+
+
+def dropped(p: float, seed: int = 0, channelwise: bool = False, shape: tuple[int, ...] = (200, 50, 4, 4)) -> Tensor:
+    layer = Dropout(p, channelwise)
+    bind_dropout(layer, generator(seed))
+    return layer(torch.ones(shape))
+
+
+@pytest.mark.parametrize("p", [0.1, 0.3, 0.8])
+def test_dropout_keeps_the_expectation(p: float) -> None:
+    out = dropped(p)
+    assert abs(out.mean() - 1) < 5 * (p / (1 - p) / out.numel()) ** 0.5
+    assert abs((out == 0).double().mean() - p) < 5 * (p * (1 - p) / out.numel()) ** 0.5
+    kept = out[out > 0]
+    torch.testing.assert_close(kept, torch.full_like(kept, 1 / (1 - p)))
+
+
+def test_dropout_is_the_identity_at_zero_and_in_eval_mode() -> None:
+    x = torch.randn(4, 3)
+    assert torch.equal(Dropout(0.0)(x), x)
+    assert torch.equal(Dropout(0.5).eval()(x), x)
+
+
+def test_dropout_masks_come_from_the_bound_stream_alone() -> None:
+    torch.manual_seed(1)
+    first = dropped(0.5)
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    assert torch.equal(dropped(0.5), first)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(dropped(0.5, seed=3), first)
+
+
+def test_the_stream_moves_on() -> None:
+    layer = Dropout(0.5)
+    bind_dropout(layer, generator(0))
+    x = torch.ones(64)
+    assert not torch.equal(layer(x), layer(x))
+
+
+def test_unbound_dropout_refuses_to_draw() -> None:
+    with pytest.raises(RuntimeError, match="bind_dropout"):
+        Dropout(0.5)(torch.ones(3))
+    assert Dropout(0.5)(torch.empty(3, device="meta")).is_meta
+
+
+def test_channelwise_dropout_drops_whole_channels() -> None:
+    out = dropped(0.4, channelwise=True)
+    per_channel = out.flatten(2)
+    assert torch.equal(per_channel.amin(2), per_channel.amax(2))
+    assert 0.35 < (per_channel[..., 0] == 0).float().mean() < 0.45
+
+
+def test_the_gradient_passes_through_the_same_mask() -> None:
+    layer = Dropout(0.5)
+    bind_dropout(layer, generator(0))
+    x = torch.ones(100, requires_grad=True)
+    out = layer(x)
+    out.sum().backward()
+    assert torch.equal(x.grad, out.detach())
+
+
+def test_dropout_is_copied_but_never_stored() -> None:
+    net = nn.Sequential(nn.Linear(3, 3), Dropout(0.5, channelwise=True))
+    bind_dropout(net, generator(0))
+    twin = copy.deepcopy(net).eval()
+    assert net[1].training
+    assert not twin[1].training
+    assert (twin[1].p, twin[1].channelwise) == (0.5, True)
+    assert set(net.state_dict()) == {"0.weight", "0.bias"}
+    bind_dropout(twin, None)
+    assert net[1].generator is not None
+
+
+def test_own_dropout_replaces_the_layers_of_a_users_net() -> None:
+    shared = nn.Dropout(0.2)
+    net = nn.Sequential(nn.Linear(4, 8), shared, nn.Sequential(nn.Dropout2d(0.4).eval(), shared), nn.ReLU())
+    own_dropout(net)
+    assert not any(type(m).__module__ == "torch.nn.modules.dropout" for m in net.modules())
+    assert [(m.p, m.channelwise, m.training) for m in (net[1], net[2][0], net[2][1])] == [
+        (0.2, False, True),
+        (0.4, True, False),
+        (0.2, False, True),
+    ]
+    bind_dropout(net, generator(0))
+    state = torch.get_rng_state()
+    net(torch.ones(3, 4))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("layer", [nn.AlphaDropout(0.1), nn.RReLU(), nn.LSTM(4, 4, 2, dropout=0.1)])
+def test_layers_with_randomness_out_of_reach_are_refused(layer: nn.Module) -> None:
+    with pytest.raises(InputError, match="global random generator"):
+        own_dropout(nn.Sequential(nn.Linear(4, 4), layer))
+
+
+# --- the score network -----------------------------------------------------------------------------------------------
+
+
+def test_conditioned_score_is_the_network_over_sigma() -> None:
+    score, z = ScoreNet(6, 32, conditioned=True), torch.randn(5, 6, generator=generator(0))
+    sigma = torch.tensor([0.01, 0.1, 0.5, 1.0, 3.0])
+    raw = score.net(torch.cat([z, sigma.log()[:, None]], 1))
+    torch.testing.assert_close(score(z, sigma) * sigma[:, None], raw)
+    one_by_one = torch.cat([score(z[i : i + 1], float(sigma[i])) for i in range(5)])
+    torch.testing.assert_close(score(z, sigma), one_by_one)
+    torch.testing.assert_close(score(z, torch.tensor(0.1)), score(z, 0.1))
+    assert not torch.allclose(score.net(torch.cat([z, 0 * z[:, :1]], 1)), raw)
+
+
+def test_only_a_conditioned_score_needs_sigma() -> None:
+    z = torch.randn(5, 6)
+    with pytest.raises(ValueError, match="sigma"):
+        ScoreNet(6, 32, conditioned=True)(z)
+    plain = ScoreNet(6, 32)
+    assert torch.equal(plain(z), plain(z, 0.3))
+
+
+def test_standardised_features_map_back() -> None:
+    score, z = ScoreNet(6, 32, standardise=True), torch.randn(5, 6)
+    score.running_mean.copy_(torch.randn(6))
+    score.running_var.copy_(torch.rand(6) + 0.5)
+    torch.testing.assert_close(score.scale(z) * score.running_var.sqrt() + score.running_mean, z)
+
+
+def test_dead_features_do_not_blow_up() -> None:
+    score = ScoreNet(4, 32, standardise=True)
+    score.running_var.copy_(torch.tensor([1.0, 1.0, 2.0, 0.0]))
+    u = score.scale(torch.ones(2, 4))
+    torch.testing.assert_close(u[:, 3], torch.full((2,), 10.0))
+    score.running_var.zero_()
+    assert score.scale(torch.zeros(2, 4)).isfinite().all()
+
+
+def test_observe_converges_to_the_mean_and_variance_of_the_data() -> None:
+    score, stream = ScoreNet(3, 8, standardise=True), generator(0)
+    mean, std = torch.tensor([3.0, 0.0, -2.0]), torch.tensor([0.5, 2.0, 1.0])
+    for _ in range(150):
+        score.observe(mean + std * torch.randn(2048, 3, generator=stream))
+    torch.testing.assert_close(score.running_mean, mean, atol=0.05, rtol=0)
+    torch.testing.assert_close(score.running_var, std**2, atol=0, rtol=0.05)
+    u = score.scale(mean + std * torch.randn(4096, 3, generator=stream))
+    torch.testing.assert_close(u.std(0), torch.ones(3), atol=0.07, rtol=0)
+
+
+def test_observe_waits_for_train_mode_and_takes_no_gradient() -> None:
+    score, z = ScoreNet(3, 8, standardise=True), torch.randn(64, 3, requires_grad=True)
+    score.eval().observe(z)
+    assert torch.equal(score.running_mean, torch.zeros(3))
+    score.train().observe(z)
+    assert not torch.equal(score.running_mean, torch.zeros(3))
+    assert not score.running_mean.requires_grad
+    assert not score.running_var.requires_grad
+    plain = ScoreNet(3, 8)
+    plain.observe(z)
+    assert plain.scale(z) is z
+
+
+def test_observing_between_forward_and_backward_is_allowed() -> None:
+    score, z = ScoreNet(3, 8, standardise=True), torch.randn(64, 3, requires_grad=True)
+    out = score(score.scale(z)).square().sum()
+    score.observe(z)
+    out.backward()
+    assert z.grad is not None
+
+
+@pytest.mark.parametrize("conditioned", [False, True])
+def test_frozen_gives_the_input_gradient_and_spares_the_parameters(conditioned: bool) -> None:
+    score, sigma = ScoreNet(6, 32, conditioned, standardise=True), 0.2
+    z = torch.randn(5, 6, generator=generator(0)).requires_grad_()
+    (live,) = torch.autograd.grad(score(score.scale(z), sigma).square().sum(), z)
+    out = frozen(score)(score.scale(z), sigma)
+    assert torch.equal(out, score(score.scale(z), sigma))
+    out.square().sum().backward()
+    assert torch.equal(z.grad, live)
+    assert all(p.grad is None and p.requires_grad for p in score.parameters())
+    no_input = frozen(score)(z.detach(), sigma)
+    assert not no_input.requires_grad
+
+
+# --- users' own backbones --------------------------------------------------------------------------------------------
+
+PLUGIN = """
+import torch
+from torch import nn
+
+class Flat(nn.Module):
+    def __init__(self, fan_in, d, **attributes):
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(fan_in, d), nn.BatchNorm1d(d), nn.Dropout(0.5), nn.ReLU())
+        for name, value in attributes.items():
+            setattr(self, name, value)
+    def forward(self, x):
+        return self.net(x)
+
+def with_shape(image_shape):
+    c, h, w = image_shape
+    return Flat(c * h * w, 12)
+
+def without_shape():
+    return Flat(3 * 16 * 16, 12, feature_width=12)
+
+def keyword_only(*, d=9):
+    return Flat(3 * 16 * 16, d)
+
+def lazy(shape):
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(5))
+
+def lies(shape):
+    return Flat(3 * 16 * 16, 12, feature_width=64)
+
+def unpooled(shape):
+    return nn.Conv2d(3, 8, 3)
+
+def pair(shape):
+    return nn.LSTM(16, 16)
+
+def other_size(shape):
+    return Flat(7, 12)
+
+def no_module(shape):
+    return 3
+
+NUMBER = 3
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> Path:
+    path = tmp_path / "own_nets.py"
+    path.write_text(PLUGIN)
+    return path
+
+
+@pytest.mark.parametrize(("fn", "width"), [("with_shape", 12), ("without_shape", 12), ("keyword_only", 9), ("lazy", 5)])
+def test_a_users_backbone_is_built_seeded_and_measured(plugin: Path, fn: str, width: int) -> None:
+    net = make_backbone(f"{plugin}:{fn}", SHAPE, generator(3))
+    assert net.feature_width == width
+    assert not any(isinstance(m, nn.Dropout) for m in net.modules())
+    assert all(m.training for m in net.modules())
+    torch.manual_seed(99)
+    again = make_backbone(f"{plugin}:{fn}", SHAPE, generator(3)).state_dict()
+    assert all(torch.equal(v, again[k]) for k, v in net.state_dict().items())
+    bind_dropout(net, generator(0))
+    assert net(torch.randn(4, *SHAPE)).shape == (4, width)
+
+
+@pytest.mark.parametrize(
+    ("fn", "complaint"),
+    [
+        ("lies", "feature_width = 64.*12"),
+        ("unpooled", r"\(2, 8, 14, 14\)"),
+        ("other_size", r"\(2, 3, 16, 16\)"),
+        ("pair", r"\(2, 3, 16, 16\)"),
+        ("no_module", "int"),
+        ("NUMBER", "int"),
+    ],
+)
+def test_a_wrong_backbone_is_refused_in_one_sentence(plugin: Path, fn: str, complaint: str) -> None:
+    with pytest.raises(InputError, match=complaint):
+        make_backbone(f"{plugin}:{fn}", SHAPE, generator(3))
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(InputError) as caught:
+        make_backbone("vgg", SHAPE, generator(3))
+    assert all(name in str(caught.value) for name in ("vgg", "file.py:fn", *BACKBONES))
+
+
+def test_a_callable_is_a_backbone_too() -> None:
+    net = make_backbone(lambda shape: SmallCNN(shape[0], width=8, dropout=0.1), SHAPE, generator(3))
+    assert net.feature_width == 32
+
+
+def test_a_tuple_of_features_is_refused() -> None:
+    class Pair(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x.flatten(1), x.flatten(1)
+
+    with pytest.raises(InputError, match="tuple"):
+        make_backbone(Pair, SHAPE, generator(3))
