@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -15,21 +15,23 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 
+from .config import Config
 from .detect import DETECTORS
 from .errors import InputError
-from .methods import FOOGD, METHODS, make_method, method_names
+from .methods import FOOGD, METHODS, make_method, method_fields, method_names
+from .methods.base import Method
 from .report import Report, Table
 from .runs import Run, read_rows, write_atomic
 from .settings import parse_assignments, parse_toml, read_preset, resolve
 from .simulate import RoundResult
 from .study import Progressed, train_all
 
+UsageError: Any = typer.BadParameter.__base__  # typer has no public name for it
 DEMO_METHODS = ("fedavg", "fedavg+aug", "fedrod", "fedavg+foogd", "fedrod+foogd")
 
 app = typer.Typer(
     name="foogd",
     help="Federated learning that keeps classifying shifted data and detects what nobody trained on.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -52,19 +54,14 @@ def run(
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Run folder; default runs/METHOD-SEED.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of weights, partition and all draws.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, if it exists.")] = False,
 ) -> None:
     """Train one method and evaluate it. Example: foogd run demo --method fedavg+foogd --seed 1 --out runs/a"""
     named = {"method": method, "data": data, "backbone": backbone, "init": init, "device": device, "seed": seed}
     overrides = parse_assignments(settings or []) | {key: value for key, value in named.items() if value is not None}
     config, built = resolve(read_preset(preset), overrides)
     folder = out or Path("runs") / f"{config.method.replace('/', '_')}-{config.seed}"
-    if resume:
-        this = Run.open(folder, read_run_config)
-        this.same_as(config, built)
-        this = Run(folder, config, built)
-    else:
-        this = Run.create(folder, config, built)
+    this = open_or_create(folder, config, built) if resume else Run.create(folder, config, built)
     with progress_bar() as progress:
         train(this, progress)
     show(Report.of(read_rows(folder)).last_round())
@@ -78,8 +75,7 @@ def evaluate(
 ) -> None:
     """Evaluate a trained run again, with other detectors too. Example: foogd evaluate runs/a --detector ash"""
     this = Run.open(run_dir, read_run_config)
-    rows = this.evaluate(detector or list(this.config.detectors))
-    show(Report.of(rows))
+    show(Report.of(this.evaluate(detector or ())))
 
 
 @app.command()
@@ -96,19 +92,17 @@ def demo(
     """Train the methods on the embedded data and print one table. Example: foogd demo --seeds 3 --out runs/demo"""
     began = time.perf_counter()
     names = [name.strip() for name in methods.split(",") if name.strip()]
-    runs: dict[Path, Run] = {}
+    if not names:
+        raise InputError(f"--methods {methods!r} names no method: use some of {', '.join(method_names())}")
+    found = {}
     for number in range(seeds):
         for name in names:
             overrides = {**parse_assignments(settings or []), "method": name, "seed": number}
-            config, built = resolve(read_preset(preset), overrides)
-            folder = out / f"{name.replace('/', '_')}-{number}"
-            if folder.exists():
-                Run.open(folder, read_run_config).same_as(config, built)
-                runs[folder] = Run(folder, config, built)
-            else:
-                runs[folder] = Run.create(folder, config, built)
+            found[out / f"{name.replace('/', '_')}-{number}"] = resolve(read_preset(preset), overrides)
+    # All settings are read before the first folder is made.
+    runs = {folder: open_or_create(folder, *both) for folder, both in found.items()}
     # The longest first, so that no core waits at the end.
-    order = sorted(runs, key=lambda folder: -cost(runs[folder]))
+    order = sorted((f for f in runs if not runs[f].is_finished()), key=lambda folder: -cost(runs[folder]))
     with progress_bar() as progress:
         left = sum((this.config.rounds - this.finished_rounds()) * cost(this) for this in runs.values())
         task = progress.add_task("all runs", total=left, left="")
@@ -166,9 +160,27 @@ def first_line(cls: type) -> str:
     return (cls.__doc__ or "").strip().splitlines()[0]
 
 
-def read_run_config(path: Path) -> tuple[Any, Any]:
-    """Configuration and method from a run's config.toml."""
-    return resolve(parse_toml(path.read_bytes(), str(path)), {})
+def open_or_create(folder: Path, config: Config, method: Method) -> Run:
+    """The run in this folder, which must have this configuration, or a new one; a kill may come before the folder."""
+    if not folder.exists():
+        return Run.create(folder, config, method)
+    Run.open(folder, read_run_config).same_as(config, method)
+    return Run(folder, config, method)
+
+
+def read_run_config(path: Path) -> tuple[Config, Method]:
+    """Configuration and method from a run's config.toml, which names every setting."""
+    settings = parse_toml(path.read_bytes(), str(path))
+    try:
+        config, method = resolve(settings, {})
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    known = [item.name for item in fields(Config)]
+    known += [key for key, (_, item) in method_fields(config.method).items() if item.default is not None]
+    missing = [key for key in known if key not in settings]
+    if missing:
+        raise InputError(f"{path} is half-written: it has no {', '.join(missing)}")
+    return config, method
 
 
 def progress_bar() -> Progress:
@@ -229,20 +241,32 @@ def rich_table(table: Table) -> RichTable:
     return grid
 
 
+STOPPED = 130
+
+
 def main() -> None:
     """Entry point: bad input ends with one sentence and exit code 2."""
     try:
-        app()
+        code = app(sys.argv[1:] or ["--help"], prog_name="foogd", standalone_mode=False)
+    except UsageError as error:
+        about = " ".join(error.format_message().split())
+        command = error.ctx.command_path if error.ctx else "foogd"
+        fail(f"{about.rstrip('.')}; see {command} --help")
     except InputError as error:
-        print(f"foogd: {error}", file=sys.stderr)
-        sys.exit(2)
+        fail(str(error))
     except OSError as error:
         name = f"{error.filename}: " if error.filename else ""
-        print(f"foogd: {name}{error.strerror or error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("foogd: stopped; continue with --resume", file=sys.stderr)
-        sys.exit(130)
+        fail(f"{name}{error.strerror or error}")
+    except (KeyboardInterrupt, typer.Abort):
+        code = STOPPED
+    if code == STOPPED:
+        print("foogd: stopped; finished rounds are kept, and --resume goes on from there", file=sys.stderr)
+        sys.exit(STOPPED)
+
+
+def fail(sentence: str) -> NoReturn:
+    print(f"foogd: {' '.join(sentence.split())}", file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

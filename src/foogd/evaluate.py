@@ -162,7 +162,7 @@ class Evaluator:
     def _answers(self, test: TestSet, state: RunState, detectors: Mapping[str, Detector]) -> _Answers:
         correct, generic = {}, {}
         scores: dict[str, dict[int, Tensor]] = {name: {} for name in detectors}
-        whole: dict[str, Tensor] = {}
+        common: tuple[Tensor, dict[str, Tensor]] | None = None
         indices = {client.id: part for client, part in zip(state.clients, test.indices, strict=True)}
         purpose = f"{test.split}/{test.name}/{test.corruption}/{test.severity}"
         for client, output in self._outputs(test.store, test.indices, state, purpose):
@@ -170,16 +170,18 @@ class Evaluator:
             if test.split != "out":
                 labels = test.store.labels[part]
                 correct[client] = (output.logits.argmax(1) == labels).cpu()
-                generic[client] = (self._method.generic_logits(self._nets, output.z).argmax(1) == labels).cpu()
-            readout: Readout = self._method.readout(self._nets)
-            for name, detector in detectors.items():
-                if test.split == "out" and not (self._private or self._method.adapts):
-                    # All clients share model and OUT set: one computation serves them all.
-                    if name not in whole:
-                        whole[name] = detector(output, readout).cpu()
-                    scores[name][client] = whole[name]
-                else:
-                    scores[name][client] = detector(output, readout).cpu()
+                if self._private:
+                    generic[client] = (self._method.generic_logits(self._nets, output.z).argmax(1) == labels).cpu()
+            if common is not None and torch.equal(common[0], part):
+                own = common[1]
+            else:
+                readout: Readout = self._method.readout(self._nets)
+                own = {name: detector(output, readout).cpu() for name, detector in detectors.items()}
+            if not (self._private or self._method.adapts):
+                # Clients that share the model and see the same images, as in most OUT sets, share the scores too.
+                common = (part, own)
+            for name, values in own.items():
+                scores[name][client] = values
         return _Answers(test, correct, generic, scores)
 
 
@@ -203,9 +205,9 @@ def _accuracy_rows(blank: Row, answers: Sequence[_Answers], private: bool) -> It
 def _detection_rows(blank: Row, answers: Sequence[_Answers]) -> Iterator[Row]:
     """Per detector: AUROC, FPR95 and AUPR against each OUT set, and the joint view of Eq. 1 and 2."""
     clean = next((answer for answer in answers if answer.test.split == "in"), None)
-    if clean is None:
+    if clean is None or not clean.correct:
         return
-    shifted = [answer for answer in answers if answer.test.split == "in-c"]
+    shifted = [answer for answer in answers if answer.test.split == "in-c" and answer.correct]
     for detector, inside in clean.scores.items():
         base = replace(blank, detector=detector)
         sizes = {client: len(values) for client, values in inside.items()}
@@ -214,17 +216,19 @@ def _detection_rows(blank: Row, answers: Sequence[_Answers]) -> Iterator[Row]:
         for answer in (clean, *shifted):
             yield from _acceptance_rows(_about(base, answer.test), answer, detector, taus, tau)
         for answer in answers:
-            if answer.test.split != "out" or not answer.scores[detector]:
+            outside = {client: values for client, values in answer.scores[detector].items() if client in inside}
+            if answer.test.split != "out" or not outside:
                 continue
             about = _about(base, answer.test)
-            outside = {client: values for client, values in answer.scores[detector].items() if client in inside}
             pooled_in, pooled_out = _pool(inside), _pool(answer.scores[detector])
             for metric, function in (("auroc", auroc), ("fpr95", fpr_at_tpr), ("aupr", aupr)):
                 values = {client: function(inside[client], out) for client, out in outside.items()}
                 yield from _scoped(replace(about, metric=metric), values, sizes, function(pooled_in, pooled_out))
             if shifted:
                 known = {
-                    client: torch.cat([inside[client], *(a.scores[detector][client] for a in shifted)])
+                    client: torch.cat(
+                        [inside[client], *(a.scores[detector][client] for a in shifted if client in a.correct)]
+                    )
                     for client in inside
                 }
                 values = {client: auroc(known[client], out) for client, out in outside.items()}
@@ -237,6 +241,8 @@ def _acceptance_rows(
     """The share rejected at tau (95 % of IN accepted) and the accuracy on what is accepted."""
     scores = answer.scores[detector]
     rejected = {client: values > taus[client] for client, values in scores.items() if client in taus}
+    if not rejected:
+        return
     pooled = _pool(scores) > tau
     sizes = {client: len(values) for client, values in rejected.items()}
     yield from _scoped(

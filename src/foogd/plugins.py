@@ -19,12 +19,19 @@ def load_object(spec: str, what: str) -> object:
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
         raise InputError(f"the {what} {spec!r} is not of the form file.py:name.")
-    module = _load_module(Path(path).expanduser(), what)
+    module = _load_module(_expanded(path), what)
     if name not in vars(module):
         found = ", ".join(_public_names(module)) or "none"
         raise InputError(f"the {what} {name!r} is not in {path}; the public names defined there: {found}.")
     found_object: object = vars(module)[name]
     return found_object
+
+
+def _expanded(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:  # ~name of a user that the machine does not know: then it is a name like any other
+        return Path(path)
 
 
 def _load_module(path: Path, what: str) -> ModuleType:

@@ -25,7 +25,8 @@ class Table:
         """The table in Markdown, numbers to the right."""
         align = ["---" if index < 2 else "---:" for index in range(len(self.columns))]
         lines = [self.columns, tuple(align), *self.rows]
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        cells = ([cell.replace("|", r"\|") for cell in line] for line in lines)
+        return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
 @final
@@ -81,6 +82,7 @@ class Report:
                 _percent(self.values(method=method, metric="accuracy", split=split, scope=scope))
                 for split in ("in", "in-c")
             ]
+            found = []
             for detector in self.detectors():
                 numbers = [
                     self.values(method=method, metric=metric, split="out", scope=scope, detector=detector, dataset=name)
@@ -88,10 +90,10 @@ class Report:
                     for metric in ("fpr95", "auroc")
                 ]
                 if any(numbers):
-                    lines.append((method, NAMES.get(detector, detector), *accuracies, *map(_percent, numbers)))
-        count = len(self.seeds())
-        title = f"in %, {scope} over clients" + (f", mean ± deviation over {count} seeds" if count > 1 else "")
-        return Table(title, tuple(columns), tuple(lines))
+                    found.append((method, NAMES.get(detector, detector), *accuracies, *map(_percent, numbers)))
+            # A method that nothing was detected with still has its accuracies.
+            lines += found or [(method, _percent([]), *accuracies, *(_percent([]) for _ in columns[4:]))]
+        return Table(self._title(scope), tuple(columns), tuple(lines))
 
     def joint(self, scope: str = "weighted") -> Table:
         """Eq. 1 and 2 together: what is rejected where 95 % of IN pass, accuracy on the rest, both against OUT."""
@@ -110,7 +112,11 @@ class Report:
                 ]
                 if any(found):
                     lines.append((method, NAMES.get(detector, detector), *map(_percent, found)))
-        return Table(f"in %, {scope} over clients, threshold at 95 % of IN accepted", columns, tuple(lines))
+        return Table(f"{self._title(scope)}, threshold at 95 % of IN accepted", columns, tuple(lines))
+
+    def _title(self, scope: str) -> str:
+        count = len(self.seeds())
+        return f"in %, {scope} over clients" + (f", mean ± deviation over {count} seeds" if count > 1 else "")
 
 
 def _percent(values: Sequence[float]) -> str:

@@ -6,6 +6,7 @@ an evaluation. A run that is continued drops what is later than its checkpoint a
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -18,7 +19,7 @@ from dataclasses import fields, replace
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import Any, final
+from typing import Any, final, get_type_hints
 
 import torch
 from torch import Tensor
@@ -38,6 +39,8 @@ from .simulate import RoundResult, RunState, initial_state, restore_state, simul
 
 CONFIG, ENVIRONMENT = "config.toml", "environment.json"
 ROUNDS, ROWS, SUMMARY = "rounds.jsonl", "rows.jsonl", "summary.md"
+CHECKPOINT, STATE = "checkpoint", "state.json"
+DRAFT = ".draft"
 
 
 @final
@@ -78,7 +81,8 @@ class Run:
     def open(cls, folder: Path, read: Callable[[Path], tuple[Config, Method]]) -> Run:
         """A run that exists; `read` turns its config.toml into configuration and method."""
         if not folder.is_dir():
-            raise InputError(f"{folder} is not a run folder: it does not exist")
+            found = "it is a file" if folder.exists() else "it does not exist"
+            raise InputError(f"{folder} is not a run folder: {found}")
         if not (folder / CONFIG).is_file():
             raise InputError(f"{folder} is not a run folder: it has no {CONFIG}")
         return cls(folder, *read(folder / CONFIG))
@@ -122,64 +126,84 @@ class Run:
         return initial_state(self.engine, init)
 
     def state(self) -> RunState:
-        """The state after the last finished round."""
-        fresh = self.fresh_state()
+        """The state after the last finished round; the start weights are needed only before the first."""
         saved = load_checkpoint(self.folder)
-        return fresh if saved is None else restore_state(fresh, saved[0], saved[1])
+        if saved is None:
+            return self.fresh_state()
+        return restore_state(initial_state(self.engine), saved[0], saved[1])
 
     def finished_rounds(self) -> int:
-        saved = read_json(self.folder / "checkpoint" / "state.json") if self.has_checkpoint() else None
-        return 0 if saved is None else int(saved.get("round", 0))
+        """The round of the last checkpoint, 0 where there is none."""
+        path = self.folder / CHECKPOINT / STATE
+        return int(read_checkpoint_state(path)["round"]) if path.is_file() else 0
 
-    def has_checkpoint(self) -> bool:
-        return (self.folder / "checkpoint" / "state.json").is_file()
+    def is_finished(self) -> bool:
+        """Whether nothing is left to do: the last checkpoint is whole, and the summary, written last, is there."""
+        saved = load_checkpoint(self.folder)
+        done = saved is not None and saved[1] == self.config.rounds
+        return done and (self.folder / SUMMARY).is_file() and bool(read_rows(self.folder))
 
     def train(self) -> Iterator[RoundResult]:
         """Train what is left; after each round everything is on disk."""
+        if self.is_finished():
+            return
         torch.set_num_threads(self.config.threads)
+        remove_drafts(self.folder)
         state = self.state()
         done = state.server.round
-        lines = read_lines(self.folder / ROUNDS)
+        lines = read_rounds(self.folder)
         if len(lines) < done:
             raise InputError(
                 f"{self.folder} is half-written: {ROUNDS} has {len(lines)} lines, the checkpoint is of round {done}"
             )
         lines = lines[:done]
-        rows = [row for row in read_rows(self.folder) if row.round <= done]
-        if done and self._due(done) and not any(row.round == done for row in rows):
-            rows = self._evaluated(state, rows)
+        found = {(row.round, row.detector) for row in read_rows(self.folder)}
+        lost = [round for round in range(1, done) if self._due(round) and (round, None) not in found]
+        if lost:
+            raise InputError(f"{self.folder} is half-written: {ROWS} has no row of round {lost[0]}")
+        if done and self._due(done) and not {(done, name) for name in self._measured()} <= found:
+            self._evaluate(state, self.detectors)
         for result in simulate(self.method, self.federation, self.config, self.engine, start=state):
             lines.append(_round_line(result))
             write_atomic(self.folder / ROUNDS, _jsonl(lines))
             save_checkpoint(self.folder, result.state, self._layout())
             if self._due(result.round):
-                rows = self._evaluated(result.state, rows)
+                self._evaluate(result.state, self.detectors)
             yield result
-        self.write_summary(rows, lines)
+        self.write_summary(read_rows(self.folder), lines)
 
     def _due(self, round: int) -> bool:
         every = self.config.eval_every
         return round == self.config.rounds or (every > 0 and round % every == 0)
 
-    def _evaluated(self, state: RunState, rows: Sequence[Row]) -> list[Row]:
-        found = evaluate(self.engine, state, self.detectors, run=self.name, method=self.config.method)
-        rows = [*rows, *found]
-        write_atomic(self.folder / ROWS, _jsonl([row.as_dict() for row in rows]))
-        return rows
+    def _measured(self) -> list[str | None]:
+        """What rows of an evaluation are about: the classification, and each detector that the method can serve."""
+        readout = self.method.readout(self.engine.nets())
+        return [None, *(name for name, detector in self.detectors.items() if detector.applies(readout))]
 
-    def evaluate(self, detectors: Sequence[str]) -> list[Row]:
-        """Evaluate the last checkpoint with these detectors; their rows replace older ones of the same round."""
-        if not self.has_checkpoint():
-            raise InputError(f"{self.folder} has no finished round yet: train it with foogd run --resume")
-        torch.set_num_threads(self.config.threads)
-        state = self.state()
-        chosen = {name: resolve_detector(name) for name in detectors}
-        found = evaluate(self.engine, state, chosen, run=self.name, method=self.config.method)
+    def _evaluate(self, state: RunState, detectors: Mapping[str, Detector]) -> list[Row]:
+        """New rows, which replace older ones of the same round and detector; all others stay."""
+        found = evaluate(self.engine, state, detectors, run=self.name, method=self.config.method)
         fresh = {(row.round, row.detector) for row in found}
         rows = [row for row in read_rows(self.folder) if (row.round, row.detector) not in fresh] + found
         write_atomic(self.folder / ROWS, _jsonl([row.as_dict() for row in rows]))
-        if state.server.round == self.config.rounds:
-            self.write_summary(rows, read_lines(self.folder / ROUNDS))
+        return found
+
+    def evaluate(self, detectors: Sequence[str] = ()) -> list[Row]:
+        """Evaluate the last checkpoint with these detectors, or with those of the run that the method can serve."""
+        chosen = {name: resolve_detector(name) for name in detectors} or self.detectors
+        if not self.finished_rounds():
+            raise InputError(f"{self.folder} has no finished round yet: train it with foogd run --resume")
+        torch.set_num_threads(self.config.threads)
+        state = self.state()
+        readout = self.method.readout(self.engine.nets())
+        for name in detectors:
+            if not chosen[name].applies(readout):
+                lacks = "score network" if chosen[name].needs_score else "part that the detector asks for"
+                raise InputError(f"detector {name} is not possible: method {self.config.method} has no {lacks}")
+        found = self._evaluate(state, chosen)
+        if (self.folder / SUMMARY).is_file():  # else training is not over, and the summary will be its last step
+            self.write_summary(read_rows(self.folder), read_rounds(self.folder))
         return found
 
     def write_summary(self, rows: Sequence[Row], lines: Sequence[Mapping[str, Any]]) -> None:
@@ -236,6 +260,9 @@ def _section(title: str, table: Table) -> list[str]:
     return [f"## {title} ({table.title})", "", table.markdown(), ""]
 
 
+_ROUND_KEYS = {"round", "seconds", "losses", "participants", "refused", "bytes_up", "bytes_down"}
+
+
 def _round_line(result: RoundResult) -> dict[str, Any]:
     return {
         "round": result.round,
@@ -254,15 +281,30 @@ def _round_line(result: RoundResult) -> dict[str, Any]:
 def write_atomic(path: Path, data: bytes) -> None:
     """Replace a file as a whole: readers see the old content or the new, even after a crash."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = path.with_name(f".{path.name}.{os.getpid()}{DRAFT}")
     try:
         with draft.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
+    except OSError as error:  # a full disk does not say which file it was
+        raise OSError(error.errno, f"cannot be written: {error.strerror}", str(path)) from error
     finally:
-        draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+
+
+def remove_drafts(folder: Path) -> None:
+    """Sweep up what a killed process left: drafts, and checkpoints that are not the last."""
+    for place in (folder, folder / CHECKPOINT):
+        for draft in place.glob(f".*{DRAFT}"):
+            draft.unlink(missing_ok=True)
+    path = folder / CHECKPOINT / STATE
+    last = read_checkpoint_state(path)["file"] if path.is_file() else None
+    for file in (folder / CHECKPOINT).glob("round-*.safetensors"):
+        if file.name != last:
+            file.unlink(missing_ok=True)
 
 
 def _jsonl(items: Sequence[Mapping[str, Any]]) -> bytes:
@@ -274,7 +316,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from None
+        raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(content, dict):
         raise InputError(f"{path} cannot be read: it holds no JSON object")
     return content
@@ -284,23 +326,42 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file; [] where there is none."""
     if not path.is_file():
         return []
+    lines = []
     try:
-        return [json.loads(line) for line in path.read_text().splitlines()]
-    except ValueError as error:
-        raise InputError(f"{path} is damaged: {error}") from None
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            lines.append(json.loads(line))
+            if not isinstance(lines[-1], dict):
+                raise InputError(f"{path} is damaged: line {number} is no JSON object")
+    except UnicodeDecodeError:
+        raise InputError(f"{path} is damaged: it is not text") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path} is damaged: line {len(lines) + 1} is no JSON object ({error.msg})") from None
+    return lines
+
+
+def read_rounds(folder: Path) -> list[dict[str, Any]]:
+    """The lines of rounds.jsonl, one a round from 1; [] where none were written yet."""
+    lines = read_lines(folder / ROUNDS)
+    for number, line in enumerate(lines, start=1):
+        if line.keys() != _ROUND_KEYS or line["round"] != number:
+            raise InputError(f"{folder / ROUNDS} is damaged: line {number} is not the line of round {number}")
+    return lines
 
 
 def read_rows(folder: Path) -> list[Row]:
     """The rows of a run folder; [] where none were written yet."""
-    try:
-        return [Row(**line) for line in read_lines(folder / ROWS)]
-    except TypeError as error:
-        raise InputError(f"{folder / ROWS} is damaged: {error}") from None
+    hints = {key: int | float if hint is float else hint for key, hint in get_type_hints(Row).items()}
+    rows = []
+    for number, line in enumerate(read_lines(folder / ROWS), start=1):
+        if line.keys() != hints.keys() or not all(isinstance(line[key], hint) for key, hint in hints.items()):
+            raise InputError(f"{folder / ROWS} is damaged: line {number} is not a row")
+        rows.append(Row(**line))
+    return rows
 
 
 def to_toml(settings: Mapping[str, Any]) -> str:
-    """Flat settings as TOML."""
-    return "".join(f"{key} = {_toml_value(value)}\n" for key, value in settings.items())
+    """Flat settings as TOML, which has no word for None: such a setting is left out and keeps its default."""
+    return "".join(f"{key} = {_toml_value(value)}\n" for key, value in settings.items() if value is not None)
 
 
 def _toml_value(value: Any) -> str:
@@ -309,7 +370,7 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
         return f"[{', '.join(_toml_value(item) for item in value)}]"
     raise InputError(f"{value!r} cannot be written to {CONFIG}: give it as a name or as file.py:fn")
@@ -320,53 +381,86 @@ def save_checkpoint(folder: Path, state: RunState, layout: list[list[Any]]) -> N
     from safetensors.torch import save
 
     data = save(state_tensors(state))
-    name = f"round-{state.server.round:05d}.safetensors"
-    checkpoint = folder / "checkpoint"
+    name = _checkpoint_name(state.server.round)
+    checkpoint = folder / CHECKPOINT
     write_atomic(checkpoint / name, data)
     about = {"round": state.server.round, "file": name, "sha256": hashlib.sha256(data).hexdigest(), "layout": layout}
-    write_atomic(checkpoint / "state.json", json.dumps(about).encode())
+    write_atomic(checkpoint / STATE, json.dumps(about).encode())
     for old in checkpoint.glob("round-*.safetensors"):
         if old.name != name:
             old.unlink(missing_ok=True)
 
 
+def _checkpoint_name(round: int) -> str:
+    return f"round-{round:05d}.safetensors"
+
+
 def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], int] | None:
     """The tensors and the round of the last checkpoint; None where there is none yet."""
-    from safetensors.torch import load
-
-    about_path = folder / "checkpoint" / "state.json"
-    if not about_path.is_file():
-        return None
-    about = read_json(about_path)
-    name, round, digest = about.get("file"), about.get("round"), about.get("sha256")
-    if not isinstance(name, str) or not isinstance(round, int) or Path(name).name != name:
-        raise InputError(f"{about_path} is damaged: it names no file and round")
-    path = about_path.with_name(name)
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"the checkpoint {path} cannot be read: {error.strerror}") from None
-    if hashlib.sha256(data).hexdigest() != digest:
-        raise InputError(f"the checkpoint {path} is damaged: its checksum differs from the one in {about_path.name}")
-    return load(data), round
+    saved = _load_checkpoint(folder)
+    return None if saved is None else (saved[0], saved[1]["round"])
 
 
 def load_values(folder: Path) -> dict[str, Tensor]:
-    """The travelling values of a finished run by name ("backbone.conv.weight")."""
+    """The travelling values of a run's last checkpoint by name ("backbone.conv.weight")."""
     if not (folder / CONFIG).is_file():
         raise InputError(f"{folder} is not a run folder: it has no {CONFIG}")
-    saved = load_checkpoint(folder)
+    saved = _load_checkpoint(folder)
     if saved is None:
         raise InputError(f"{folder} has no finished round to start from")
-    row = saved[0]["server.shared"]
-    layout = read_json(folder / "checkpoint" / "state.json")["layout"]
-    values = {}
-    for name, offset, shape in layout:
+    tensors, about = saved
+    row, values = tensors["server.shared"], {}
+    for name, offset, shape in about["layout"]:
         size = torch.Size(shape)
         values[name] = row[offset : offset + size.numel()].view(size)
     prefix = "server.integers."
-    values |= {name.removeprefix(prefix): value for name, value in saved[0].items() if name.startswith(prefix)}
+    values |= {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
     return values
+
+
+def _load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    path = folder / CHECKPOINT / STATE
+    if not path.is_file():
+        return None
+    about = read_checkpoint_state(path)
+    while True:
+        try:
+            return _load_tensors(path, about), about
+        except InputError:
+            again = read_checkpoint_state(path)
+            if again == about:
+                raise
+            about = again  # the run trains on and replaced its checkpoint in between
+
+
+def _load_tensors(path: Path, about: Mapping[str, Any]) -> dict[str, Tensor]:
+    from safetensors.torch import load
+
+    file = path.with_name(about["file"])
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise InputError(f"the checkpoint {file} cannot be read: {error.strerror}") from None
+    if hashlib.sha256(data).hexdigest() != about["sha256"]:
+        raise InputError(f"the checkpoint {file} is damaged: its checksum differs from the one in {path.name}")
+    return load(data)
+
+
+def read_checkpoint_state(path: Path) -> dict[str, Any]:
+    """The content of a checkpoint's state.json: round, file, checksum and the place of each value in the row."""
+    about = read_json(path)
+    round, layout = about.get("round"), about.get("layout")
+    if type(round) is not int or round < 1 or about.get("file") != _checkpoint_name(round):
+        raise InputError(f"{path} is damaged: it does not name a round and the file of that round")
+    if not isinstance(layout, list) or not all(_is_slice(entry) for entry in layout):
+        raise InputError(f"{path} is damaged: its layout is not a list of name, offset and shape")
+    return about
+
+
+def _is_slice(entry: Any) -> bool:
+    if not isinstance(entry, list) or [type(part) for part in entry] != [str, int, list]:
+        return False
+    return all(type(size) is int for size in entry[2])
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import Field, fields
+from dataclasses import MISSING, Field, fields
 from importlib import resources
 from pathlib import Path
 from types import UnionType
@@ -19,10 +19,10 @@ import pydantic
 
 from .config import Config
 from .errors import InputError
-from .methods import METHODS, PROFILES, make_method, method_fields
+from .methods import FOOGD, METHODS, PROFILES, make_method, method_fields, split_name
 from .methods.base import Method
 
-TABLES = (*METHODS, "foogd")
+TABLES: dict[str, type[Method]] = {**METHODS, "foogd": FOOGD}
 
 
 def preset_names() -> list[str]:
@@ -58,11 +58,16 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
         key, separator, value = text.partition("=")
         if not separator or not key.strip():
             raise InputError(f"--set {text!r} is not of the form key=value")
-        try:
-            settings[key.strip()] = tomllib.loads(f"value = {value.strip()}")["value"]
-        except tomllib.TOMLDecodeError:
-            settings[key.strip()] = value.strip()
+        settings[key.strip()] = _value(value.strip())
     return settings
+
+
+def _value(text: str) -> Any:
+    try:
+        found = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return found["value"] if len(found) == 1 else text
 
 
 def resolve(preset: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[Config, Method]:
@@ -76,24 +81,42 @@ def resolve(preset: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[Co
         merged |= {key: value for key, value in layer.items() if key != "profile"}
     merged["method"] = name
     known: dict[str, tuple[type, Field[Any]]] = {key: (Config, item) for key, item in known_config.items()}
-    known |= {key: owner for key, owner in known_method.items() if key not in known}
+    for key, (owner, item) in known_method.items():
+        if key in known_config:
+            raise InputError(f"{owner.__name__} has a setting {key!r}, which every run has too: give it another name")
+        if key not in merged and item.default is MISSING and item.default_factory is MISSING:
+            raise InputError(f"setting {key!r} of method {name} has no default: give it with --set {key}=VALUE")
+    known |= known_method
     checked = _check(merged, known, name)
     config = Config(**{key: value for key, value in checked.items() if key in known_config})
-    return config, make_method(name, {key: value for key, value in checked.items() if key not in known_config})
+    try:
+        return config, make_method(name, {key: value for key, value in checked.items() if key not in known_config})
+    except TypeError as error:  # a user's class that is abstract or makes itself in another way
+        raise InputError(f"method {name} cannot be made from its settings: {error}") from error
 
 
 def _flatten(preset: Mapping[str, Any], name: str) -> dict[str, Any]:
     """A preset without its tables, and with the values of those that belong to the method."""
-    base, _, suffix = name.rpartition("+") if "+" in name else (name, "", "")
-    parts = {base, suffix, name}
+    base, suffix = split_name(name)
+    parts = {base, suffix.removeprefix("+")}
     flat = {key: value for key, value in preset.items() if not isinstance(value, Mapping)}
     for key, table in preset.items():
         if isinstance(table, Mapping):
             if key not in TABLES:
                 raise InputError(f"table [{key}] is not known: a preset has {', '.join(f'[{t}]' for t in TABLES)}")
+            _check_table(key, table)
             if key in parts:
                 flat |= table
     return flat
+
+
+def _check_table(name: str, table: Mapping[str, Any]) -> None:
+    """A misspelt key is found also where the method has no use for its table."""
+    known = {item.name for item in (*fields(Config), *fields(TABLES[name]))}  # type: ignore[arg-type]
+    known = known - {"base", "method"} | ({"profile"} if name == "foogd" else set())
+    for key in table:
+        if key not in known:
+            raise InputError(f"table [{name}] has a setting {key!r} that is not known{_near(key, known)}")
 
 
 def _profile(layer: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -102,7 +125,7 @@ def _profile(layer: Mapping[str, Any], name: str) -> dict[str, Any]:
     if not name.endswith("+foogd"):
         raise InputError(f"method {name} has no setting 'profile': only methods with +foogd have profiles")
     profile = layer["profile"]
-    if profile not in PROFILES:
+    if not isinstance(profile, str) or profile not in PROFILES:
         raise InputError(f"profile = {profile!r} is not allowed: it must be one of {_quoted(PROFILES)}")
     return dict(PROFILES[profile])
 
@@ -111,32 +134,42 @@ def _check(settings: Mapping[str, Any], known: Mapping[str, tuple[type, Field[An
     """The settings with their types and limits checked."""
     for key in settings:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise InputError(f"setting {key!r} is not known for method {name}{hint}; it has {', '.join(sorted(known))}")
-    hints = {owner: get_type_hints(owner) for owner, _ in known.values()}
-    shape: dict[str, Any] = {}
-    for key in settings:
-        owner, item = known[key]
-        shape[key] = (_constrained(hints[owner][key], item), ...)
-    model = pydantic.create_model("Settings", __config__=pydantic.ConfigDict(strict=True), **shape)
-    values = {key: _as_tuple(value, hints[known[key][0]][key]) for key, value in settings.items()}
+            raise InputError(f"setting {key!r} is not known for method {name}{_near(key, known)}")
     try:
-        checked = model(**values)
-    except pydantic.ValidationError as error:
-        key = str(error.errors()[0]["loc"][0])
-        owner, item = known[key]
-        raise InputError(
-            f"{key} = {settings[key]!r} is not allowed: it must be {_allowed(hints[owner][key], item)}"
-        ) from None
-    return {key: getattr(checked, key) for key in settings}
+        hints = {owner: get_type_hints(owner) for owner, _ in known.values()}
+    except NameError as error:
+        raise InputError(f"the settings of method {name} have a type that cannot be found: {error}") from error
+    return {key: _checked(key, value, hints[known[key][0]][key], known[key][1]) for key, value in settings.items()}
+
+
+def _checked(key: str, value: Any, hint: Any, item: Field[Any]) -> Any:
+    try:
+        adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(_constrained(hint, item))
+    except pydantic.PydanticUserError:
+        raise InputError(f"setting {key!r} cannot be given as text: it is a {_allowed(hint, item)}") from None
+    try:
+        found = adapter.validate_python(_as_tuple(value, hint), strict=True)
+    except pydantic.ValidationError:
+        found = None
+    # Among choices 1 would also take true and 1.0.
+    if found is None or ("choices" in item.metadata and type(found) is not type(value)):
+        raise InputError(f"{key} = {value!r} is not allowed: it must be {_allowed(hint, item)}")
+    return found
+
+
+def _near(key: str, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown setting: the nearest name, and all."""
+    near = difflib.get_close_matches(key, known, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    return f"{hint}: use {', '.join(sorted(known))}"
 
 
 def _as_tuple(value: Any, hint: Any) -> Any:
     if get_origin(hint) is not tuple:
         return value
-    if isinstance(value, str):  # --set out=digits,fashion_out
-        return tuple(part.strip() for part in value.split(",") if part.strip())
+    if isinstance(value, str):  # --set out=digits,fashion_out and --set severities=1,3,5
+        parts = tuple(part.strip() for part in value.split(",") if part.strip())
+        return parts if get_args(hint)[0] is str else tuple(_value(part) for part in parts)
     return tuple(value) if isinstance(value, Sequence) else (value,)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import queue
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -36,7 +37,7 @@ def train_all(folders: Sequence[Path], read: Read, workers: int) -> Iterator[Pro
     context = multiprocessing.get_context("spawn")
     with multiprocessing.Manager() as manager:
         events = manager.Queue()
-        with ProcessPoolExecutor(max_workers=max(1, workers), mp_context=context) as pool:
+        with ProcessPoolExecutor(max(1, workers), mp_context=context, initializer=_stop_at_once) as pool:
             waiting: set[Future[None]] = {pool.submit(_train, folder, read, events) for folder in folders}
             try:
                 while waiting or not events.empty():
@@ -49,6 +50,11 @@ def train_all(folders: Sequence[Path], read: Read, workers: int) -> Iterator[Pro
                 raise InputError("a worker process was killed: run the command again; it goes on from there") from None
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _stop_at_once() -> None:
+    # Files are replaced as a whole, so a worker may end at any moment; Python would print where it was.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _train(folder: Path, read: Read, events: Any) -> None:
