@@ -17,13 +17,11 @@ Ends with exit code 1 where a limit is exceeded.
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -63,43 +61,74 @@ def bare_round(server: dict[str, Tensor], client: nn.Module, weights: list[float
     return total
 
 
-def seconds(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
-
-
 def time_rounds(rounds: int, warm_up: int = 3) -> tuple[list[float], list[float], int]:
     """Seconds of the framework's rounds and of the bare loop's, in turns, and the number of values in the model."""
     engine = EagerEngine(FOOGD(FedAvg()), noise_federation(CLIENTS), CONFIG)
     state = initial_state(engine)
+    start = state.server.shared
     client = engine.nets()
     server = {name: value.clone() for name, value in client.state_dict().items()}
     weights = [1 / CLIENTS] * CLIENTS
-
-    def framework() -> None:
-        nonlocal state
-        result = run_round(engine, state, state.server.round)
-        if result.refused or not torch.equal(result.state.server.shared, state.server.shared):
-            raise SystemExit("a round without training changed the model: the benchmark is void")
-        state = result.state
-
-    def bare() -> None:
-        nonlocal server
+    framework, bare = [], []
+    for _ in range(warm_up + rounds):
+        began = time.perf_counter()
+        state = run_round(engine, state, state.server.round).state
+        between = time.perf_counter()
         server = bare_round(server, client, weights)
-
-    times: tuple[list[float], list[float]] = ([], [])
-    for number in range(warm_up + rounds):
-        # The comparison above is no part of a round, so the framework's own clock is not used but the check is timed
-        # on its own and taken off.
-        for work, kept in zip((framework, bare), times, strict=True):
-            taken = seconds(work)
-            if number >= warm_up:
-                kept.append(taken)
-    return *times, engine.layout.shared_size
+        ended = time.perf_counter()
+        framework.append(between - began)
+        bare.append(ended - between)
+    if not torch.equal(state.server.shared, start):
+        raise SystemExit("rounds without training changed the model, so their time says nothing")
+    return framework[warm_up:], bare[warm_up:], len(start)
 
 
 def peak_mb(clients: int) -> float:
     """Peak memory of a fresh process with so many clients, in MB."""
     command = [sys.executable, str(Path(__file__).resolve()), "--peak-of", str(clients)]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def print_peak(clients: int) -> None:
+    """Run the rounds of one memory measurement in this process and print its peak in MB."""
+    for _ in simulate(FOOGD(FedAvg()), noise_federation(clients), CONFIG):
+        pass
+    unit = 2**20 if sys.platform == "darwin" else 2**10  # ru_maxrss counts bytes there and kilobytes elsewhere
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="What the framework itself costs; exit code 1 where it is too much.")
+    parser.add_argument("--rounds", type=int, default=15, help="timed rounds of each kind (default 15)")
+    parser.add_argument("--peak-of", type=int, metavar="CLIENTS", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.peak_of is not None:
+        print_peak(arguments.peak_of)
+        return 0
+
+    framework, bare, size = time_rounds(arguments.rounds)
+    ours, theirs = statistics.median(framework), statistics.median(bare)
+    few, many = peak_mb(CLIENTS), peak_mb(MANY)
+    limits = (
+        ("time, framework / bare loop", ours / theirs, RATIO_LIMIT, ""),
+        (f"peak memory, {MANY} less {CLIENTS} clients", many - few, MEMORY_LIMIT_MB, " MB"),
+    )
+
+    about = environment(torch.device(CONFIG.device))
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    print(f"commit {about['commit']}; Python {about['python']}, {versions}")
+    print(f"{about['platform']}; {about['device']}, {about['cores']} cores, {torch.get_num_threads()} threads")
+    print(f"{CLIENTS} clients, {CONFIG.backbone} and score network ({size:,} values), no training, {len(bare)} rounds")
+    print()
+    print(f"{'':36}{'median':>10}{'fastest':>10}{'slowest':>10}")
+    for name, times in (("framework, s a round", framework), ("bare loop, s a round", bare)):
+        print(f"{name:36}{statistics.median(times):10.4f}{min(times):10.4f}{max(times):10.4f}")
+    print(f"{'peak memory, MB':36}{f'{CLIENTS} clients: {few:.0f}':>20}{f'{MANY} clients: {many:.0f}':>20}")
+    print()
+    for name, value, limit, unit in limits:
+        print(f"{name:36}{value:10.2f}{unit}  (limit {limit:g}{unit})  {'PASS' if value <= limit else 'FAIL'}")
+    return int(any(value > limit for _, value, limit, _ in limits))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

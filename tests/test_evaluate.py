@@ -17,14 +17,14 @@ from torch.nn.functional import cross_entropy
 from foogd.config import Config
 from foogd.data.federation import Federation, TestSet, in_tests, out_tests
 from foogd.data.synthetic import tiny_federation
-from foogd.detect import Detector, Energy, MSP, ScoreNorm
+from foogd.detect import MSP, Detector, Energy, ScoreNorm
 from foogd.engine.eager import EagerEngine
 from foogd.evaluate import Row, evaluate
 from foogd.methods import FOOGD, FedAvg, FedRoD, Method
 from foogd.simulate import RunState, simulate
 from foogd.types import Batch, Context, Nets, Output, Readout
 
-CLASSES, EMPTY = 4, 2  # the client at position EMPTY has no IN test image
+CLASSES = 4
 CONFIG = Config(backbone="cnn", rounds=2, local_epochs=2, batch_size=8, lr=0.02, device="cpu", eval_batch=16)
 DETECTORS: Mapping[str, Detector] = {"msp": MSP(), "energy": Energy(), "score_norm": ScoreNorm()}
 
@@ -40,7 +40,8 @@ def federation() -> Federation:
     order = torch.randperm(len(test), generator=torch.Generator().manual_seed(3))
     parts = order.split([20, 9, 0, 19])
     other = replace(out, images=255 - test.images, labels=test.labels, name="negative")
-    split = replace(out_tests([other], base.shape, clients=4)[0], indices=torch.arange(len(other)).split([10, 8, 13, 17]))
+    (split,) = out_tests([other], base.shape, clients=4)
+    split = replace(split, indices=torch.arange(len(other)).split([10, 8, 13, 17]))
     return replace(
         base,
         tests=(
@@ -187,6 +188,7 @@ class Key(NamedTuple):
     metric: str
 
 
+Values, Weights = dict[int, float], dict[int, int]  # by client
 Found = dict[Key, tuple[float, float]]  # value and weight
 
 
@@ -279,7 +281,7 @@ def naive(engine: EagerEngine, state: RunState, *, private: bool) -> Found:
     rows: Found = {}
 
     def add(
-        test: TestSet, detector: str | None, metric: str, values: dict[int, float], weights: dict[int, int], pooled: float
+        test: TestSet, detector: str | None, metric: str, values: Values, weights: Weights, pooled: float
     ) -> None:
         about = (test.name, test.split, test.corruption, test.severity, detector, metric)
         for client, value in values.items():
@@ -562,7 +564,8 @@ def test_clients_that_miss_a_test_set_have_no_rows_for_it_and_others_keep_theirs
     rows = found(evaluated(list(with_parts_missing())))
     whole = found(evaluated(federation().tests))
     clients = [key for key in whole if key.scope == "client"]
-    gone = {k for k in clients if (k.client == 1 and k.split == "out") or (k.client == 0 and k.corruption == "contrast")}
+    gone = {key for key in clients if (key.client, key.split) == (1, "out")}
+    gone |= {key for key in clients if (key.client, key.corruption) == (0, "contrast")}
     assert gone
     assert {key for key in rows if key.scope == "client"} == set(clients) - gone
     for key in clients:

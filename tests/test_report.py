@@ -172,6 +172,6 @@ def test_markdown_is_a_table_that_reads_back(kind):
 
 def test_markdown_aligns_numbers_to_the_right_and_survives_bars_in_names():
     table = Table("t", ("method", "detector", "ACC"), (("a|b", "c", "1.0"),))
-    header, rule, body = parsed(table.markdown())
+    _, rule, body = parsed(table.markdown())
     assert rule == ["---", "---", "---:"]
     assert body == ["a|b", "c", "1.0"]
