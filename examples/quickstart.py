@@ -28,4 +28,5 @@ images = federation.tests[-1].store.batch(torch.arange(5))
 mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (federation.mean, federation.std))
 with torch.no_grad():
     z = nets["backbone"]((images - mean) / std)
-    print("classes", method.logits(nets, z).argmax(1).tolist(), "score norms", method.readout(nets).score(z).norm(dim=1))
+    print("classes", method.logits(nets, z).argmax(1).tolist())
+    print("score norms", method.readout(nets).score(z).norm(dim=1).tolist())

@@ -53,12 +53,13 @@ def run(
     init: Annotated[str | None, typer.Option(metavar="RUN_DIR", help="Start from the weights of this run.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Run folder; default runs/METHOD-SEED.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of weights, partition and all draws.")] = None,
+    seed: Annotated[str | None, typer.Option(metavar="N", help="Seed of weights, partition and all draws.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, if it exists.")] = False,
 ) -> None:
     """Train one method and evaluate it. Example: foogd run demo --method fedavg+foogd --seed 1 --out runs/a"""
-    named = {"method": method, "data": data, "backbone": backbone, "init": init, "device": device, "seed": seed}
-    overrides = parse_assignments(settings or []) | {key: value for key, value in named.items() if value is not None}
+    named = {"method": method, "data": data, "backbone": backbone, "init": init, "device": device}
+    overrides = parse_assignments([*(settings or []), *([] if seed is None else [f"seed={seed}"])])
+    overrides |= {key: value for key, value in named.items() if value is not None}
     config, built = resolve(read_preset(preset), overrides)
     folder = out or Path("runs") / f"{config.method.replace('/', '_')}-{config.seed}"
     this = open_or_create(folder, config, built) if resume else Run.create(folder, config, built)
@@ -83,19 +84,20 @@ def demo(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the runs; finished rounds are kept.")] = Path(
         "runs/demo"
     ),
-    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds, from 0.")] = 1,
+    seeds: Annotated[str, typer.Option(metavar="N", help="Number of seeds, from 0.")] = "1",
     methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = ",".join(DEMO_METHODS),
     preset: Annotated[str, typer.Option(help="Name of a preset, or a TOML file.")] = "demo",
-    workers: Annotated[int, typer.Option(min=0, help="Runs side by side; 0: one a core.")] = 0,
+    workers: Annotated[str, typer.Option(metavar="N", help="Runs side by side; 0: one a core.")] = "0",
     settings: Set = None,
 ) -> None:
     """Train the methods on the embedded data and print one table. Example: foogd demo --seeds 3 --out runs/demo"""
     began = time.perf_counter()
+    count, side_by_side = whole_number("--seeds", seeds, 1), whole_number("--workers", workers, 0)
     names = [name.strip() for name in methods.split(",") if name.strip()]
     if not names:
         raise InputError(f"--methods {methods!r} names no method: use some of {', '.join(method_names())}")
     found = {}
-    for number in range(seeds):
+    for number in range(count):
         for name in names:
             overrides = {**parse_assignments(settings or []), "method": name, "seed": number}
             found[out / f"{name.replace('/', '_')}-{number}"] = resolve(read_preset(preset), overrides)
@@ -107,7 +109,7 @@ def demo(
         left = sum((this.config.rounds - this.finished_rounds()) * cost(this) for this in runs.values())
         task = progress.add_task("all runs", total=left, left="")
         done = 0.0
-        for event in train_all(order, read_run_config, workers or os.cpu_count() or 1):
+        for event in train_all(order, read_run_config, side_by_side or os.cpu_count() or 1):
             this = runs[event.folder]
             done += cost(this)
             ahead = (time.perf_counter() - began) / done * (left - done)
@@ -116,7 +118,7 @@ def demo(
     rows = [row for folder in runs for row in read_rows(folder)]
     report = Report.of(rows).last_round()
     show(report)
-    text = [f"# {preset}: {len(names)} methods, {seeds} seed(s)", ""]
+    text = [f"# {preset}: {len(names)} methods, {count} seed(s)", ""]
     for table in (report.headline(), report.joint(), report.headline("pooled")):
         text += [f"({table.title})", "", table.markdown(), ""]
     write_atomic(out / "table.md", "\n".join(text).encode())
@@ -154,6 +156,13 @@ def detectors() -> None:
     for name, detector in DETECTORS.items():
         grid.add_row(name, detector.description, detector.paper)
     console.print(grid)
+
+
+def whole_number(option: str, text: str, least: int) -> int:
+    """The number that an option gives; typer's own message would not say what was found."""
+    if not (text.isdecimal() and text.isascii()) or int(text) < least:
+        raise InputError(f"{option} {text!r} is not allowed: it must be a whole number at least {least}")
+    return int(text)
 
 
 def first_line(cls: type) -> str:

@@ -138,16 +138,16 @@ class Run:
         return int(read_checkpoint_state(path)["round"]) if path.is_file() else 0
 
     def is_finished(self) -> bool:
-        """Whether nothing is left to do: the last checkpoint is whole, and the summary, written last, is there."""
+        """Whether nothing is left to do: all files are whole, and the summary, which is written last, is there."""
         saved = load_checkpoint(self.folder)
-        done = saved is not None and saved[1] == self.config.rounds
-        return done and (self.folder / SUMMARY).is_file() and bool(read_rows(self.folder))
+        if saved is None or saved[1] != self.config.rounds or not (self.folder / SUMMARY).is_file():
+            return False
+        return len(read_rounds(self.folder)) == saved[1] and bool(read_rows(self.folder))
 
     def train(self) -> Iterator[RoundResult]:
         """Train what is left; after each round everything is on disk."""
         if self.is_finished():
             return
-        torch.set_num_threads(self.config.threads)
         remove_drafts(self.folder)
         state = self.state()
         done = state.server.round
@@ -194,7 +194,7 @@ class Run:
         chosen = {name: resolve_detector(name) for name in detectors} or self.detectors
         if not self.finished_rounds():
             raise InputError(f"{self.folder} has no finished round yet: train it with foogd run --resume")
-        torch.set_num_threads(self.config.threads)
+        lines = read_rounds(self.folder)
         state = self.state()
         readout = self.method.readout(self.engine.nets())
         for name in detectors:
@@ -203,7 +203,7 @@ class Run:
                 raise InputError(f"detector {name} is not possible: method {self.config.method} has no {lacks}")
         found = self._evaluate(state, chosen)
         if (self.folder / SUMMARY).is_file():  # else training is not over, and the summary will be its last step
-            self.write_summary(read_rows(self.folder), read_rounds(self.folder))
+            self.write_summary(read_rows(self.folder), lines)
         return found
 
     def write_summary(self, rows: Sequence[Row], lines: Sequence[Mapping[str, Any]]) -> None:

@@ -34,6 +34,8 @@ class Progressed:
 
 def train_all(folders: Sequence[Path], read: Read, workers: int) -> Iterator[Progressed]:
     """Train what is left of these runs, `workers` at a time; yields after each round of any of them."""
+    if not folders:
+        return
     context = multiprocessing.get_context("spawn")
     with multiprocessing.Manager() as manager:
         events = manager.Queue()

@@ -56,6 +56,9 @@ class EagerEngine:
     def __init__(self, method: Method, federation: Federation, config: Config) -> None:
         self.method, self.config = method, config
         self.device = resolve_device(config.device)
+        if self.device.type == "cpu":
+            # Sums depend on the number of threads in their last bits, so a run says how many it uses.
+            torch.set_num_threads(config.threads)
         self.federation = federation.to(self.device)
         self._nets = build_nets(method, federation, config).to(self.device)
         self.layout = Layout.of(self._nets, method.personal)

@@ -1,0 +1,198 @@
+"""One encoded image to uint8 pixels, here or in worker processes that decode on all cores.
+
+Run as a script this file is the worker. It imports no other part of foogd, so that a worker starts in a moment, and it
+is no `multiprocessing` child, so that a user's script needs no `if __name__ == "__main__"` to read images.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import queue
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+MAX_PIXELS = 64_000_000  # a larger image is a mistake or an attack on memory
+_CHUNK = 250  # images a job
+_FEW = 1000  # so few images are decoded before workers have started
+_MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB"}  # 8 bits a channel or fewer
+
+
+class BadImage(ValueError):
+    """An image cannot be used; the message says why, without the name of the file."""
+
+
+def decode(source: bytes | str, size: int | None = None) -> Any:
+    """H×W×3 uint8 pixels of an encoded image or of the file with this name.
+
+    With `size` the shorter side is made so long (bilinear), and the centre is cut out as a square.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        data = source if isinstance(source, bytes) else Path(source).read_bytes()
+        if not data:
+            raise BadImage("it is empty")
+        with Image.open(io.BytesIO(data)) as image:
+            width, height = image.size
+            if width * height > MAX_PIXELS:
+                raise BadImage(f"it has {width}×{height} pixels, and {MAX_PIXELS:,} is the most that is read")
+            if image.mode not in _MODES:
+                raise BadImage(f"its pixels have the mode {image.mode}, and 8 bits a channel are needed")
+            # Pillow warns unless such palettes become RGBA first.
+            rgb = (image.convert("RGBA") if "transparency" in image.info else image).convert("RGB")
+        if size is not None and rgb.size != (size, size):
+            rgb = _resized(rgb, size)
+        return np.array(rgb)
+    except BadImage:
+        raise
+    except UnidentifiedImageError:
+        raise BadImage("it is not an image of a known format") from None
+    except Exception as error:  # Pillow's decoders raise anything on damaged data: SyntaxError, struct.error, …
+        strerror = error.strerror if isinstance(error, OSError) else None
+        raise BadImage(" ".join(str(strerror or error or type(error).__name__).split())) from error
+
+
+def _resized(rgb: Any, size: int) -> Any:
+    from PIL import Image
+
+    width, height = rgb.size
+    short = min(width, height)
+    new = (size * width // short, size * height // short)
+    if new[0] * new[1] > MAX_PIXELS:
+        raise BadImage(f"it has {width}×{height} pixels, too long and thin to be made {size} wide")
+    left, top = round((new[0] - size) / 2), round((new[1] - size) / 2)
+    return rgb.resize(new, Image.Resampling.BILINEAR).crop((left, top, left + size, top + size))
+
+
+def _attempt(source: bytes | str, size: int | None) -> Any:
+    try:
+        return decode(source, size)
+    except BadImage as error:
+        return str(error)
+
+
+def decode_many(
+    count: int, item: Callable[[int], bytes | str], size: int | None = None, workers: int | None = None
+) -> Iterator[tuple[range, list[Any]]]:
+    """Runs of decoded images in order; in place of a bad image stands the reason, a string."""
+    chunks = [range(start, min(start + _CHUNK, count)) for start in range(0, count, _CHUNK)]
+    if workers is None:
+        workers = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    workers = min(workers, len(chunks))
+    if count < _FEW or workers < 2 or not sys.executable:
+        for chunk in chunks:
+            yield chunk, [_attempt(item(i), size) for i in chunk]
+        return
+    idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+    started = [_Worker() for _ in range(workers)]
+    for worker in started:
+        idle.put(worker)
+
+    def decoded(chunk: range) -> list[Any]:
+        worker = idle.get()
+        try:
+            return worker.decode([item(i) for i in chunk], size)
+        except (OSError, ValueError, EOFError):
+            # A decoder that crashes takes its worker along: the images are tried one by one, each in a fresh process.
+            worker.stop()
+            worker = _Worker()
+            return [_alone(item(i), size) for i in chunk]
+        finally:
+            idle.put(worker)
+
+    pool = ThreadPoolExecutor(workers)
+    try:
+        yield from zip(chunks, pool.map(decoded, chunks), strict=True)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        while not idle.empty():
+            started.append(idle.get())
+        for worker in started:
+            worker.stop()
+
+
+def _alone(source: bytes | str, size: int | None) -> Any:
+    worker = _Worker()
+    try:
+        return worker.decode([source], size)[0]
+    except (OSError, ValueError, EOFError):
+        return "the decoder crashed on it"
+    finally:
+        worker.stop()
+
+
+class _Worker:
+    """A process that decodes; jobs and answers are a line of JSON with raw bytes behind it."""
+
+    def __init__(self) -> None:
+        # -P: the folder of this file is no place to import from.
+        command = [sys.executable, "-P", __file__]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def decode(self, sources: list[bytes | str], size: int | None) -> list[Any]:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        items = [source if isinstance(source, str) else len(source) for source in sources]
+        stdin.write(json.dumps({"size": size, "items": items}).encode() + b"\n")
+        stdin.writelines(source for source in sources if isinstance(source, bytes))
+        stdin.flush()
+        answers = []
+        for answer in json.loads(_line(stdout)):
+            if isinstance(answer, str):
+                answers.append(answer)
+            else:
+                height, width = answer
+                pixels = np.frombuffer(_exactly(stdout, height * width * 3), dtype=np.uint8)
+                answers.append(pixels.reshape(height, width, 3))
+        return answers
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            try:
+                pipe.close()
+            except OSError:  # what was not flushed has no reader any more
+                continue
+
+
+def _line(stream: IO[bytes]) -> bytes:
+    line = stream.readline()
+    if not line.endswith(b"\n"):
+        raise EOFError("the worker has ended")
+    return line
+
+
+def _exactly(stream: IO[bytes], count: int) -> bytes:
+    data = stream.read(count)
+    if len(data) != count:
+        raise EOFError("the worker has ended")
+    return data
+
+
+def serve(stdin: IO[bytes], stdout: IO[bytes]) -> None:
+    """The worker: answers every job on `stdin` until there are no more."""
+    for line in iter(stdin.readline, b""):
+        job = json.loads(line)
+        sources = [item if isinstance(item, str) else _exactly(stdin, item) for item in job["items"]]
+        found = [_attempt(source, job["size"]) for source in sources]
+        stdout.write(json.dumps([f if isinstance(f, str) else f.shape[:2] for f in found]).encode() + b"\n")
+        stdout.writelines(f.data for f in found if not isinstance(f, str))
+        stdout.flush()
+
+
+if __name__ == "__main__":
+    try:
+        serve(sys.stdin.buffer, sys.stdout.buffer)
+    except (KeyboardInterrupt, BrokenPipeError):
+        os._exit(1)  # the parent reports; a traceback here would only repeat it
