@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
+import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -268,8 +269,14 @@ def main() -> None:
         fail(f"{name}{error.strerror or error}")
     except (KeyboardInterrupt, typer.Abort):
         code = STOPPED
+    except (MemoryError, RuntimeError) as error:
+        # torch says so in three ways, one of them a plain RuntimeError.
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        fail("there is not enough memory: make batch_size, eval_batch or the nets smaller; finished rounds are kept")
     if code == STOPPED:
-        print("foogd: stopped; finished rounds are kept, and --resume goes on from there", file=sys.stderr)
+        text = "stopped; finished rounds are kept, and run goes on with --resume, demo with the same words again"
+        print(f"foogd: {text}", file=sys.stderr)
         sys.exit(STOPPED)
 
 

@@ -35,6 +35,8 @@ class Config:
     constants: str = setting("cifar", "strength of the corruptions", choices=("cifar", "tiny"))
     test_share: float = setting(0.2, "share held out where the data has no test part", gt=0.0, lt=1.0)
 
+    leave_out: str = setting("", "domain that no client trains on, tested as IN-C; empty: none")
+
     clients: int = setting(10, "number of clients", ge=1)
     partition: str = setting("dirichlet", "how data is split", choices=("dirichlet", "pathological", "by_domain"))
     alpha: float = setting(0.5, "Dirichlet concentration: small is heterogeneous", gt=0.0)
@@ -64,6 +66,7 @@ class Config:
     detectors: tuple[str, ...] = setting(("msp", "energy", "score_norm"), "detectors: names, or file.py:fn")
     eval_every: int = setting(0, "evaluate every so many rounds; 0: after the last one only", ge=0)
     eval_batch: int = setting(500, "images a pass in evaluation", ge=1)
+    resident: str = setting("auto", "where images are kept", choices=("auto", "device", "host"))
     threads: int = setting(1, "threads of a run on the CPU; the last bits of a result depend on it", ge=1)
     device: str = setting("auto", "where to compute", choices=("auto", "cpu", "cuda"))
 

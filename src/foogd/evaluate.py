@@ -115,7 +115,7 @@ class Evaluator:
         return torch.cat([self._nets["backbone"](self._images(store, part)) for part in parts])
 
     def _images(self, store: Any, indices: Tensor) -> Tensor:
-        images: Tensor = (store.batch(indices) - self._mean) / self._std
+        images: Tensor = (store.batch(indices).to(self._shared.device) - self._mean) / self._std
         return images
 
     def _outputs(
@@ -152,6 +152,7 @@ class Evaluator:
                 train = self._federation.train
                 for client, output in self._outputs(train, self._federation.train_indices, state, "fit"):
                     labels = train.labels[self._federation.train_indices[client].to(train.labels.device)]
+                    labels = labels.to(output.z.device)
                     sums = detector.statistics(output, labels, self._method.readout(self._nets))
                     for key, value in sums.items():
                         total[key] = total[key] + value if key in total else value
@@ -168,10 +169,12 @@ class Evaluator:
         for client, output in self._outputs(test.store, test.indices, state, purpose):
             part = indices[client].to(output.logits.device)
             if test.split != "out":
-                labels = test.store.labels[part]
+                labels = test.store.labels[part.to(test.store.labels.device)].to(part.device)
                 correct[client] = (output.logits.argmax(1) == labels).cpu()
                 if self._private:
                     generic[client] = (self._method.generic_logits(self._nets, output.z).argmax(1) == labels).cpu()
+                    if test.unseen:  # nobody's private head was made for this domain
+                        correct[client] = generic[client]
             if common is not None and torch.equal(common[0], part):
                 own = common[1]
             else:

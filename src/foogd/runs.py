@@ -96,8 +96,9 @@ class Run:
     def same_as(self, config: Config, method: Method) -> None:
         """Complain where the folder belongs to another configuration; the device may differ."""
         mine, other = self.settings(), Run(self.folder, config, method).settings()
-        for key in sorted({*mine, *other} - {"device"}):
-            if mine.get(key) != other.get(key):
+        # In the order of the settings: what differs first, the method say, often explains the rest.
+        for key in dict.fromkeys([*mine, *other]):
+            if key != "device" and mine.get(key) != other.get(key):
                 raise InputError(
                     f"{self.folder} holds a run with another configuration: {key} is {mine.get(key)!r} there and "
                     f"{other.get(key)!r} here; choose another --out"
@@ -151,12 +152,7 @@ class Run:
         remove_drafts(self.folder)
         state = self.state()
         done = state.server.round
-        lines = read_rounds(self.folder)
-        if len(lines) < done:
-            raise InputError(
-                f"{self.folder} is half-written: {ROUNDS} has {len(lines)} lines, the checkpoint is of round {done}"
-            )
-        lines = lines[:done]
+        lines = self._lines(done)
         found = {(row.round, row.detector) for row in read_rows(self.folder)}
         lost = [round for round in range(1, done) if self._due(round) and (round, None) not in found]
         if lost:
@@ -171,6 +167,15 @@ class Run:
                 self._evaluate(result.state, self.detectors)
             yield result
         self.write_summary(read_rows(self.folder), lines)
+
+    def _lines(self, done: int) -> list[dict[str, Any]]:
+        """The lines of the finished rounds; a line of the round in which a run was killed is left out."""
+        lines = read_rounds(self.folder)
+        if len(lines) < done:
+            raise InputError(
+                f"{self.folder} is half-written: {ROUNDS} has {len(lines)} lines, the checkpoint is of round {done}"
+            )
+        return lines[:done]
 
     def _due(self, round: int) -> bool:
         every = self.config.eval_every
@@ -194,8 +199,8 @@ class Run:
         chosen = {name: resolve_detector(name) for name in detectors} or self.detectors
         if not self.finished_rounds():
             raise InputError(f"{self.folder} has no finished round yet: train it with foogd run --resume")
-        lines = read_rounds(self.folder)
         state = self.state()
+        lines = self._lines(state.server.round)
         readout = self.method.readout(self.engine.nets())
         for name in detectors:
             if not chosen[name].applies(readout):
@@ -245,6 +250,7 @@ def make_federation(config: Config) -> Federation:
         seed=config.seed,
         constants=config.constants,
         test_share=config.test_share,
+        leave_out=config.leave_out,
     )
 
 
@@ -441,7 +447,7 @@ def _load_tensors(path: Path, about: Mapping[str, Any]) -> dict[str, Tensor]:
         data = file.read_bytes()
     except OSError as error:
         raise InputError(f"the checkpoint {file} cannot be read: {error.strerror}") from None
-    if hashlib.sha256(data).hexdigest() != about["sha256"]:
+    if hashlib.sha256(data).hexdigest() != about.get("sha256"):
         raise InputError(f"the checkpoint {file} is damaged: its checksum differs from the one in {path.name}")
     return load(data)
 

@@ -125,8 +125,8 @@ def run_round(engine: Engine, state: RunState, round: int) -> RoundResult:
         reason = refusal(update, server)
         if reason is None:
             fold.add(update)
-            # Only what is small stays: the row has gone into the fold.
-            counted.append(replace(update, shared=update.shared.new_empty(0)))
+            # The row and the counters have gone into the fold; memory must not grow with the number of clients.
+            counted.append(replace(update, shared=update.shared.new_empty(0), integers={}))
         else:
             refused[update.client] = reason
             before = next(client for client in state.clients if client.id == update.client)

@@ -12,10 +12,11 @@ import os
 import queue
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, final
 
 import numpy as np
 
@@ -49,7 +50,7 @@ def decode(source: bytes | str, size: int | None = None) -> Any:
             # Pillow warns unless such palettes become RGBA first.
             rgb = (image.convert("RGBA") if "transparency" in image.info else image).convert("RGB")
         if size is not None and rgb.size != (size, size):
-            rgb = _resized(rgb, size)
+            rgb = square(rgb, size)
         return np.array(rgb)
     except BadImage:
         raise
@@ -60,7 +61,8 @@ def decode(source: bytes | str, size: int | None = None) -> Any:
         raise BadImage(" ".join(str(strerror or error or type(error).__name__).split())) from error
 
 
-def _resized(rgb: Any, size: int) -> Any:
+def square(rgb: Any, size: int) -> Any:
+    """A PIL image with its shorter side made `size` pixels long (bilinear), then its centre as a square."""
     from PIL import Image
 
     width, height = rgb.size
@@ -95,15 +97,18 @@ def decode_many(
     started = [_Worker() for _ in range(workers)]
     for worker in started:
         idle.put(worker)
+    stopping = threading.Event()
 
     def decoded(chunk: range) -> list[Any]:
         worker = idle.get()
         try:
             return worker.decode([item(i) for i in chunk], size)
         except (OSError, ValueError, EOFError):
+            if stopping.is_set():
+                return []
             # A decoder that crashes takes its worker along: the images are tried one by one, each in a fresh process.
-            worker.stop()
             worker = _Worker()
+            started.append(worker)
             return [_alone(item(i), size) for i in chunk]
         finally:
             idle.put(worker)
@@ -112,11 +117,12 @@ def decode_many(
     try:
         yield from zip(chunks, pool.map(decoded, chunks), strict=True)
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        while not idle.empty():
-            started.append(idle.get())
+        stopping.set()
         for worker in started:
-            worker.stop()
+            worker.kill()  # whoever waits for an answer sees the end of the pipe
+        pool.shutdown(cancel_futures=True)
+        for worker in started:
+            worker.close()
 
 
 def _alone(source: bytes | str, size: int | None) -> Any:
@@ -126,9 +132,11 @@ def _alone(source: bytes | str, size: int | None) -> Any:
     except (OSError, ValueError, EOFError):
         return "the decoder crashed on it"
     finally:
-        worker.stop()
+        worker.kill()
+        worker.close()
 
 
+@final
 class _Worker:
     """A process that decodes; jobs and answers are a line of JSON with raw bytes behind it."""
 
@@ -145,7 +153,7 @@ class _Worker:
         stdin.write(json.dumps({"size": size, "items": items}).encode() + b"\n")
         stdin.writelines(source for source in sources if isinstance(source, bytes))
         stdin.flush()
-        answers = []
+        answers: list[Any] = []
         for answer in json.loads(_line(stdout)):
             if isinstance(answer, str):
                 answers.append(answer)
@@ -155,8 +163,10 @@ class _Worker:
                 answers.append(pixels.reshape(height, width, 3))
         return answers
 
-    def stop(self) -> None:
+    def kill(self) -> None:
         self._process.kill()
+
+    def close(self) -> None:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None

@@ -39,6 +39,7 @@ class TestSet:
     indices: tuple[Int[Tensor, " n"], ...] = field(repr=False)
     corruption: str | None = None
     severity: int | None = None
+    unseen: bool = False  # from a domain that no client has: the generic model answers
 
     @property
     def key(self) -> str:
@@ -82,6 +83,12 @@ class Federation:
         """The table of training images by client and class."""
         return torch.stack([self.class_counts(client).long().cpu() for client in range(self.clients)])
 
+    @property
+    def bytes(self) -> int:
+        """The memory that all images take."""
+        stores = {id(store.images): store.images.nbytes for store in (self.train, *(test.store for test in self.tests))}
+        return sum(stores.values())
+
     def to(self, device: torch.device | str) -> Federation:
         """The same federation with all images and indices on another device."""
 
@@ -106,12 +113,20 @@ class Federation:
         seed: int,
         constants: str = "cifar",
         test_share: float = 0.2,
+        leave_out: str = "",
     ) -> Federation:
         """A data set split over clients: training, IN and IN-C tests in the same proportions, OUT sets whole for all.
 
         The held-out images are those of `source.test`, or a share of each class. A client with no training images is
-        possible with `min_size=0`.
+        possible with `min_size=0`. All images of the domain `leave_out` are kept from training and form one more IN-C
+        set, which every client sees whole.
         """
+        unseen: tuple[TestSet, ...] = ()
+        if leave_out:
+            source, left = _without_domain(source, leave_out)
+            everything = torch.arange(len(left), device=left.images.device)
+            shares = (everything,) * clients
+            unseen = (TestSet(leave_out, "in-c", left, shares, corruption=f"domain {leave_out}", unseen=True),)
         held_out = source.test if source.test is not None else _stratified(source.labels, test_share, seed)
         if not held_out.any() or held_out.all():
             raise InputError(
@@ -128,6 +143,7 @@ class Federation:
                 *in_tests(
                     test, own_test, corruptions=corruptions, severities=severities, seed=seed, constants=constants
                 ),
+                *unseen,
                 *out_tests(outs, source.shape, clients=len(own)),
             ),
             mean=mean,
@@ -192,6 +208,17 @@ def fit_to(store: ImageStore, shape: tuple[int, int, int]) -> ImageStore:
     return replace(store, images=torch.cat(parts))
 
 
+def _without_domain(source: ImageStore, name: str) -> tuple[ImageStore, ImageStore]:
+    """The store without one of its domains, and that domain alone."""
+    if source.domains is None:
+        raise InputError(f"leave_out = {name!r} needs images with domains; {source.name or 'this data set'} has none.")
+    names = source.domain_names or tuple(str(number) for number in range(int(source.domains.max()) + 1))
+    if name not in names:
+        raise InputError(f"leave_out = {name!r} is not a domain of {source.name}; it has {', '.join(names)}.")
+    left = source.domains == names.index(name)
+    return source.select(~left), replace(source.select(left), test=None)
+
+
 def _stratified(labels: Tensor, share: float, seed: int) -> Tensor:
     if not 0 < share < 1:
         raise InputError(f"test_share is {share}; a number between 0 and 1 is needed.")
@@ -222,11 +249,11 @@ def _partition(
         own = pathological(train.labels, clients=clients, classes_per_client=classes_per_client, seed=seed)
     elif kind == "by_domain":
         if train.domains is None or test.domains is None:
-            raise InputError("partition 'domain' needs images with domains; this data set has none.")
+            raise InputError("partition 'by_domain' needs images with domains; this data set has none.")
         found = torch.unique(train.domains).tolist()
         if clients != len(found) or torch.unique(test.domains).tolist() != found:
             raise InputError(
-                f"partition 'domain' needs one client a domain, each with training and test images; "
+                f"partition 'by_domain' needs one client a domain, each with training and test images; "
                 f"clients is {clients} and the training images have domains {found}."
             )
         own = by_domain(train.domains)

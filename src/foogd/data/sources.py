@@ -1,16 +1,20 @@
-"""Data sets by name, and a user's own by `file.py:function`."""
+"""Data sets by name, by path, and a user's own by `file.py:function`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Literal, final
+from typing import Any, Literal, final
 
 from ..errors import InputError
 from ..plugins import load_object
+from .cache import cached
+from .catalogue import CATALOGUE, Entry, Layout, locate
 from .federation import fit_to
+from .readers import OnBad, Progress, named, read_npz, read_tree, split_size
 from .store import ImageStore
 
 IN_CLASSES = 8  # the first classes of fashion.npz; the others are the near OUT
@@ -22,18 +26,35 @@ class Source:
     """A data set that foogd knows: how it is read below a root folder, what it is for, and its licence."""
 
     load: Callable[[Path], ImageStore]
-    role: Literal["in", "out"]
+    role: Literal["in", "in-c", "out"]
     description: str
     licence: str
     flip: bool  # whether a mirrored image still shows its class
 
 
-def load_source(spec: str, root: Path) -> ImageStore:
-    """The data set called `spec`, or what the function `file.py:fn` returns for the root folder."""
-    if spec in SOURCES:
-        return SOURCES[spec].load(root)
+def load_source(spec: str, root: Path, *, on_bad: OnBad = "error", progress: Progress | None = None) -> ImageStore:
+    """The data set of a name or path, or what the function `file.py:fn` returns for the root folder.
+
+    `textures@64` asks for images of 64 pixels; `cifar10c/fog/3` is one corruption at one severity; a path is a folder
+    of images, a folder a class, or an .npz file. What needs decoding is cached below the root folder.
+    """
+    text, size = split_size(spec)
+    name, *rest = text.split("/")
+    entry = CATALOGUE.get(name)
+    if entry is not None and not rest and size is None and entry.embedded:
+        return SOURCES[name].load(root)
+    if entry is not None and entry.embedded and not rest:
+        raise InputError(f"{spec} asks for a size; {name} has the one of its arrays.")
+    if entry is not None and (not rest or entry.role == "in-c"):
+        return load_entry(entry, root, size=size, part=_part(spec, rest), on_bad=on_bad, progress=progress)
+    for path, px in ((Path(spec), None), (Path(text), size)):
+        if path.is_dir() or (path.is_file() and path.suffix == ".npz"):
+            return _load_path(path, root, px, on_bad, progress)
     if ":" not in spec:
-        raise InputError(f"unknown data set {spec!r}; known are {', '.join(SOURCES)}, or file.py:function.")
+        raise InputError(
+            f"unknown data set {spec!r}; known are {', '.join(SOURCES)}, a folder of images, an .npz file, "
+            f"or file.py:function."
+        )
     load = load_object(spec, "data set")
     if not callable(load):
         raise InputError(f"{spec} is a {type(load).__name__}; a function root → ImageStore is needed.")
@@ -41,6 +62,76 @@ def load_source(spec: str, root: Path) -> ImageStore:
     if not isinstance(store, ImageStore):
         raise InputError(f"{spec} returned {type(store).__name__}; an ImageStore is needed.")
     return store
+
+
+def load_entry(
+    entry: Entry,
+    root: Path,
+    *,
+    size: int | None = None,
+    part: tuple[str | None, int | None] = (None, None),
+    on_bad: OnBad = "error",
+    progress: Progress | None = None,
+) -> ImageStore:
+    """A data set of the catalogue from below the root folder, in whichever form it lies there."""
+    layout, found = require(entry, root)
+    if size is not None and not layout.decodes:
+        raise InputError(f"{entry.name}@{size}: the {layout.kind} holds pixels; a size needs encoded images.")
+    if entry.role == "in-c" and not layout.decodes:
+        return read_layout(layout, found, part=part)  # its files can be mapped as they are
+    more: dict[str, Any] = {"size": size, "on_bad": on_bad, "progress": progress} if layout.decodes else {}
+
+    def read(skipped: list[str]) -> ImageStore:
+        return read_layout(layout, found, part=part, **more, **({"skipped": skipped} if layout.decodes else {}))
+
+    return cached(root, entry.name, found, cache_options(layout, size, part, on_bad), read)
+
+
+def cache_options(
+    layout: Layout,
+    size: int | None = None,
+    part: tuple[str | None, int | None] = (None, None),
+    on_bad: OnBad = "error",
+) -> dict[str, str | int | None]:
+    """What, besides the files, decides the images in the cache."""
+    return {"kind": layout.kind, "size": size, "on_bad": on_bad, "corruption": part[0], "severity": part[1]}
+
+
+def require(entry: Entry, root: Path) -> tuple[Layout, tuple[Path, ...]]:
+    """Where and in which form the data set lies below the root folder; an error says how to get it."""
+    found = locate(entry, root)
+    if found is None:
+        kinds = ", ".join(dict.fromkeys(layout.kind for layout in entry.layouts))
+        how = f"foogd data get {entry.name}" if entry.files else f"see {entry.where}"
+        raise InputError(
+            f"{entry.name} is neither in {root / entry.name} nor in {root} ({kinds}): {how}, "
+            f"or foogd data get {entry.name} --from PATH for what you have."
+        )
+    return found
+
+
+def read_layout(
+    layout: Layout, found: tuple[Path, ...], *, part: tuple[str | None, int | None] = (None, None), **options: Any
+) -> ImageStore:
+    """What lies there, decoded now, under the name by which results report it."""
+    chosen = () if part == (None, None) else part
+    return named(layout.read(*found, *chosen, **options), layout.name, layout.classes, layout.domain_names)
+
+
+def _part(spec: str, rest: list[str]) -> tuple[str | None, int | None]:
+    if len(rest) > 2 or (len(rest) == 2 and not rest[1].isdecimal()):
+        raise InputError(f"{spec!r} is not of the form name/corruption/severity.")
+    return (rest[0] if rest else None, int(rest[1]) if len(rest) == 2 else None)
+
+
+def _load_path(path: Path, root: Path, size: int | None, on_bad: OnBad, progress: Progress | None) -> ImageStore:
+    reader = read_tree if path.is_dir() else read_npz
+
+    def read(skipped: list[str]) -> ImageStore:
+        store = reader(path, size=size, on_bad=on_bad, progress=progress, skipped=skipped)
+        return store if store.name else replace(store, name=path.stem)
+
+    return cached(root, path.resolve().stem, (path.resolve(),), {"kind": "path", "size": size, "on_bad": on_bad}, read)
 
 
 def _embedded(name: str) -> ImageStore:
@@ -70,26 +161,11 @@ def _digits(root: Path) -> ImageStore:
     return fit_to(_embedded("digits.npz"), (1, 28, 28))
 
 
+_EMBEDDED = {"fashion": _fashion, "fashion_out": _fashion_out, "digits": _digits}
+
 SOURCES: dict[str, Source] = {
-    "fashion": Source(
-        _fashion,
-        "in",
-        "8 classes of Fashion-MNIST, 28×28 grey: 6,000 training and 1,600 test images, inside the package.",
-        "MIT",
-        flip=True,
-    ),
-    "fashion_out": Source(
-        _fashion_out,
-        "out",
-        "400 test images of Sandal and Bag, the two classes of Fashion-MNIST that `fashion` leaves out (near OUT).",
-        "MIT",
-        flip=True,
-    ),
-    "digits": Source(
-        _digits,
-        "out",
-        "1,797 handwritten digits, 8×8 grey enlarged to 28×28 (far OUT).",
-        "CC BY 4.0",
-        flip=False,
-    ),
+    name: Source(
+        _EMBEDDED.get(name) or partial(load_entry, entry), entry.role, entry.description, entry.licence, entry.flip
+    )
+    for name, entry in CATALOGUE.items()
 }

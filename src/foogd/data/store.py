@@ -28,6 +28,8 @@ _CHUNK = 4096  # images that statistics widen at a time, so that memory stays sm
 class ImageStore:
     """Images with labels; `domains` numbers where each image comes from, `test` marks the held-out ones.
 
+    `domain_names` names the domains: styles, hospitals, cameras.
+
     Every array may also be given as numpy, and grey images as N×H×W.
     """
 
@@ -37,6 +39,7 @@ class ImageStore:
     name: str = ""
     domains: Int[Tensor, " n"] | None = field(default=None, repr=False)
     test: Bool[Tensor, " n"] | None = field(default=None, repr=False)
+    domain_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         images = _tensor(self.images, "images")
@@ -53,6 +56,9 @@ class ImageStore:
         if classes and int(labels.max()) >= len(classes):
             raise InputError(f"labels go up to {int(labels.max())}, but only {len(classes)} classes are named.")
         domains = None if self.domains is None else _numbers(self.domains, "domains", len(images))
+        if self.domain_names and (domains is None or int(domains.max()) >= len(self.domain_names)):
+            found = "none" if domains is None else f"up to {int(domains.max())}"
+            raise InputError(f"{len(self.domain_names)} domains are named, but the images have {found}.")
         test = None if self.test is None else _tensor(self.test, "test")
         if test is not None and (test.dtype != torch.bool or test.shape != (len(images),)):
             raise InputError(
@@ -128,6 +134,7 @@ class ImageStore:
             "labels": self.labels.cpu().numpy(),
             "classes": np.array(self.classes, dtype=np.str_),
             "name": np.array(self.name, dtype=np.str_),
+            "domain_names": np.array(self.domain_names, dtype=np.str_),
         }
         for key, value in (("domains", self.domains), ("test", self.test)):
             if value is not None:
@@ -158,6 +165,7 @@ class ImageStore:
             name=str(arrays["name"]) if "name" in arrays else Path(path).stem,
             domains=arrays.get("domains"),
             test=arrays.get("test"),
+            domain_names=tuple(arrays["domain_names"].tolist()) if "domain_names" in arrays else (),
         )
 
 

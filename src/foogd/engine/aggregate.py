@@ -17,15 +17,20 @@ def refusal(update: Update, server: ServerState) -> str | None:
         return f"its row has shape {tuple(update.shared.shape)}, the server's has {tuple(server.shared.shape)}"
     if update.shared.dtype != server.shared.dtype:
         return f"its row has dtype {update.shared.dtype}, the server's has {server.shared.dtype}"
-    if not bool(torch.isfinite(update.shared).all()):
+    if not _all_finite(update.shared):
         bad = int((~torch.isfinite(update.shared)).sum())
         return f"{bad} of its {update.shared.numel()} values are not finite"
     for name, value in update.extra.items():
-        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+        if value.is_floating_point() and not _all_finite(value):
             return f"its upload {name!r} has values that are not finite"
     if not update.weight > 0:
         return f"its weight is {update.weight}"
     return None
+
+
+def _all_finite(values: torch.Tensor) -> bool:
+    # A sum is finite only where every term is, and takes a tenth of the time; one that overflows proves nothing.
+    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
 
 
 class Fold(Protocol):

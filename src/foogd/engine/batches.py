@@ -50,19 +50,26 @@ class BatchMaker:
 
     def training(self, indices: Tensor, own: Tensor, rng: Rng) -> Batch:
         """The training batch at `indices`; `own` are all indices of the client, from which partners come."""
-        store, config = self.federation.train, self.config
-        x = flip_crop(store.batch(indices), rng, flip=config.flip, pad=config.crop)
+        config = self.config
+        x = flip_crop(self._images(indices), rng, flip=config.flip, pad=config.crop)
         x_hat = None
         if self.method.views == 2:
             pool = own if config.partners == "own" else torch.cat(self.federation.train_indices).to(own.device)
             pick = torch.randint(len(pool), (len(indices),), generator=rng("partner"), device=pool.device)
-            x_hat = (self.method.view(x, store.batch(pool[pick]), rng) - self.mean) / self.std
-        return Batch((x - self.mean) / self.std, store.labels[indices], x_hat)
+            x_hat = (self.method.view(x, self._images(pool[pick]), rng) - self.mean) / self.std
+        return Batch((x - self.mean) / self.std, self._labels(indices), x_hat)
 
     def plain(self, indices: Tensor) -> Batch:
         """The batch at `indices` without augmentation."""
-        store = self.federation.train
-        return Batch((store.batch(indices) - self.mean) / self.std, store.labels[indices])
+        return Batch((self._images(indices) - self.mean) / self.std, self._labels(indices))
+
+    # Where the images are too many for the GPU they stay on the host, and each batch is moved.
+    def _images(self, indices: Tensor) -> Tensor:
+        return self.federation.train.batch(indices).to(self.mean.device, non_blocking=True)
+
+    def _labels(self, indices: Tensor) -> Tensor:
+        labels = self.federation.train.labels
+        return labels[indices.to(labels.device)].to(self.mean.device, non_blocking=True)
 
 
 def _constants(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..config import Config
 from ..data.federation import Federation
 from ..methods.base import Method
+from ..methods.foogd import FOOGD
 from ..nets import make_backbone
 from ..nets.dropout import bind_dropout
 from ..types import Batch, ClientState, Context, Nets, Optimiser, Phase, ServerState, Survey, Update
@@ -49,6 +50,13 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def fits(federation: Federation, device: torch.device, resident: str) -> bool:
+    """Whether the images live on the device; `auto` leaves at least half of a GPU's free memory to training."""
+    if device.type != "cuda" or resident != "auto":
+        return resident != "host"
+    return federation.bytes <= torch.cuda.mem_get_info(device)[0] / 2
+
+
 @final
 class EagerEngine:
     """Trains clients one by one on one set of nets whose values live in one flat row."""
@@ -59,12 +67,14 @@ class EagerEngine:
         if self.device.type == "cpu":
             # Sums depend on the number of threads in their last bits, so a run says how many it uses.
             torch.set_num_threads(config.threads)
-        self.federation = federation.to(self.device)
+        self.federation = federation.to(self.device) if fits(federation, self.device, config.resident) else federation
         self._nets = build_nets(method, federation, config).to(self.device)
         self.layout = Layout.of(self._nets, method.personal)
         self._shared, self._personal, _ = self.layout.pack(self._nets)
         self.layout.bind(self._nets, self._shared, self._personal)
         self._received = copy.deepcopy(self._nets).requires_grad_(False).eval()
+        self._received_shared: Tensor | None = None
+        self._received_personal = self._personal.clone()
         self._batches = BatchMaker.of(method, self.federation, config, self.device)
 
     def nets(self) -> Nets:
@@ -73,7 +83,7 @@ class EagerEngine:
 
     def survey(self, server: ServerState, clients: Sequence[ClientState], round: int) -> list[Survey]:
         """What the clients answer at the received weights before training; [] where the method asks nothing."""
-        if type(self.method).survey is Method.survey:
+        if not _asks(self.method):
             return []
         answers = []
         for client in clients:
@@ -137,7 +147,10 @@ class EagerEngine:
         self._shared.copy_(server.shared)
         self._personal.copy_(client.personal)
         self.layout.load_integers(self._nets, server.integers)
-        self.layout.bind(self._received, server.shared, client.personal)
+        self._received_personal.copy_(client.personal)
+        if self._received_shared is not server.shared:  # once a round, for binding takes as long as copying
+            self.layout.bind(self._received, server.shared, self._received_personal)
+            self._received_shared = server.shared
         return Context(
             round=round,
             rounds=self.config.rounds,
@@ -151,12 +164,12 @@ class EagerEngine:
 
     def _optimisers(self, phase: Phase, client: ClientState) -> dict[str, GroupOptimiser]:
         """Nets that learn in this phase in train mode with gradients, all others in eval mode without."""
-        self._nets.eval().requires_grad_(False)
+        learning = {name for group in phase.groups for name in self.method.groups[group]}
+        for name in sorted(self._nets, key=learning.__contains__):  # last those that learn, for nets may be tied
+            self._nets[name].train(name in learning).requires_grad_(name in learning)
         default = Optimiser(self.config.lr, self.config.momentum, self.config.weight_decay)
         optimisers = {}
         for group in phase.groups:
-            for name in self.method.groups[group]:
-                self._nets[name].train().requires_grad_(True)
             parameters = [p for name in self.method.groups[group] for p in self._nets[name].parameters()]
             kept = {k: v for k, v in client.optimiser.items() if k.startswith(f"{group}/")}
             optimisers[group] = GroupOptimiser(parameters, self.method.optimiser(group, default), kept)
@@ -221,6 +234,11 @@ def local_step(
     for group in groups:
         optimisers[group].step(gradients[group])
     return {group: losses[group].detach() for group in groups}
+
+
+def _asks(method: Method) -> bool:
+    """Whether a method surveys its clients; FOOGD asks what its base asks."""
+    return _asks(method.base) if isinstance(method, FOOGD) else type(method).survey is not Method.survey
 
 
 def _in_phase(ctx: Context, phase: Phase) -> Context:

@@ -1,0 +1,627 @@
+"""The command line: what it writes, what it repeats bit for bit, and one sentence for everything that is wrong."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from foogd.cli import main
+from foogd.detect import DETECTORS
+from foogd.methods import PROFILES, method_names
+from foogd.runs import load_checkpoint, load_values, read_rows
+
+MINE = """
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from foogd import ImageStore, Method
+from foogd.data.synthetic import tiny_federation
+from foogd.detect import Detector
+
+
+def inside(root):
+    return tiny_federation(per_client=40, channels=1).train
+
+
+def outside(root):
+    return tiny_federation(per_client=40, channels=1).tests[-1].store
+
+
+def nothing(root):
+    return None
+
+
+@final
+@dataclass(frozen=True)
+class Mine(Method):
+    "A method of one's own."
+
+    smoothing: float = 0.0
+
+    def losses(self, nets, batch, ctx):
+        logits = nets["head"](batch.features)
+        return {"model": cross_entropy(logits, batch.y, label_smoothing=self.smoothing)}
+
+
+class NoMethod:
+    pass
+
+
+def flat(shape):
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(12), nn.BatchNorm1d(12), nn.Dropout(0.2), nn.ReLU())
+
+
+def image_shaped(shape):
+    return nn.Conv2d(1, 3, 3)
+
+
+def width(output):
+    return output.logits.std(dim=1).neg()
+
+
+def crooked(output):
+    return output.logits
+
+
+number = 3
+"""
+
+TINY = """
+data = "mine.py:inside"
+out = ["mine.py:outside"]
+corruptions = []
+severities = [1]
+clients = 3
+rounds = 2
+batch_size = 16
+lr = 0.05
+device = "cpu"
+[foogd]
+score_width = 16
+"""
+
+
+def populate():
+    Path("mine.py").write_text(MINE)
+    Path("tiny.toml").write_text(TINY)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """A working folder with a preset and with a file of one's own data, method, nets and detectors."""
+    monkeypatch.chdir(tmp_path)
+    populate()
+    return tmp_path
+
+
+@pytest.fixture
+def foogd(monkeypatch, capsys):
+    """The command in this process: exit code, what it printed, what it complained about."""
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["foogd", *map(str, words)])
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+@pytest.fixture
+def run(foogd):
+    """A run that must succeed; its folder."""
+
+    def call(folder, method="fedavg", *words):
+        code, _, complaint = foogd("run", "tiny.toml", "--method", method, "--out", folder, *words)
+        assert (code, complaint) == (0, "")
+        return Path(folder)
+
+    return call
+
+
+@pytest.fixture
+def refused(foogd):
+    """The one sentence for bad input; exit code 2, nothing written and nothing lost."""
+
+    def call(*words):
+        before = contents(Path())
+        code, printed, complaint = foogd(*words)
+        assert code == 2, printed
+        assert "Traceback" not in complaint
+        [line] = complaint.splitlines()
+        assert line.startswith("foogd: ")
+        assert contents(Path()) == before
+        return line
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A finished run of fedavg+foogd, to be copied."""
+    folder = tmp_path_factory.mktemp("kept")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        populate()
+        patch.setattr(sys, "argv", ["foogd", "run", "tiny.toml", "--method", "fedavg+foogd", "--out", "a"])
+        main()
+    return folder / "a"
+
+
+@pytest.fixture
+def finished(kept):
+    shutil.copytree(kept, "a")
+    return Path("a")
+
+
+def contents(folder):
+    """Every file below a folder with its bytes, and every folder."""
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def assert_equal(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert value.dtype == other[name].dtype, name
+        assert torch.equal(value, other[name]), name
+
+
+def base_values(folder):
+    """Backbone and head of a run, with buffers and counters."""
+    values = {name: value for name, value in load_values(folder).items() if not name.startswith("score.")}
+    assert {name.partition(".")[0] for name in values} == {"backbone", "head"}
+    assert any(name.endswith("running_var") for name in values)
+    assert any(name.endswith("num_batches_tracked") for name in values)
+    return values
+
+
+# Runs
+
+
+def test_a_run_folder_holds_what_is_promised(run):
+    folder = run("a", "fedrod+foogd")
+    names = ["checkpoint", "config.toml", "environment.json", "rounds.jsonl", "rows.jsonl", "summary.md"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    assert sorted(path.name for path in (folder / "checkpoint").iterdir()) == ["round-00002.safetensors", "state.json"]
+    about = json.loads((folder / "environment.json").read_text())
+    assert about["versions"]["torch"] == torch.__version__
+    assert about["device"] == "cpu"
+    rounds = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in rounds] == [1, 2]
+    assert all(set(line["losses"]) == {"model", "personal", "score"} and line["seconds"] > 0 for line in rounds)
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    wanted = {"run", "method", "seed", "client", "dataset", "split", "corruption", "severity", "detector", "metric",
+              "value", "weight"}  # fmt: skip
+    assert all(wanted <= row.keys() for row in rows)
+    assert {row["detector"] for row in rows} == {None, "msp", "energy", "score_norm"}
+    assert "ACC-IN" in (folder / "summary.md").read_text()
+
+
+def test_the_same_command_gives_the_same_bytes_and_another_seed_does_not(run):
+    one, other = run("a", "fedrod+foogd", "--seed", "5"), run("b", "fedrod+foogd", "--set", "seed=5")
+    assert (one / "rows.jsonl").read_bytes() == (other / "rows.jsonl").read_bytes()
+    assert (one / "config.toml").read_bytes() == (other / "config.toml").read_bytes()
+    assert_equal(load_checkpoint(one)[0], load_checkpoint(other)[0])
+    third = run("c", "fedrod+foogd", "--seed", "6")
+    assert (one / "rows.jsonl").read_bytes() != (third / "rows.jsonl").read_bytes()
+
+
+def test_the_configuration_in_a_run_folder_repeats_the_run(run, foogd):
+    one = run("a", "fedrod+foogd", "--set", "profile=paper", "--set", "lambda_a=0.125", "--seed", "3")
+    assert foogd("run", "a/config.toml", "--out", "b")[0] == 0
+    for name in ("rows.jsonl", "config.toml"):
+        assert (one / name).read_bytes() == (Path("b") / name).read_bytes()
+    assert_equal(load_checkpoint(one)[0], load_checkpoint(Path("b"))[0])
+
+
+def test_without_weight_on_originals_foogd_is_its_base_method_bit_for_bit(run):
+    plain = run("plain")
+    neutral = run("neutral", "fedavg+foogd", "--set", "lambda_a=0", "--set", "ce_on=ori")
+    assert_equal(base_values(plain), base_values(neutral))
+
+
+def test_without_weight_on_both_views_foogd_is_the_augmented_base_method_bit_for_bit(run):
+    plain, augmented = run("plain"), run("augmented", "fedavg+aug")
+    neutral = run("neutral", "fedavg+foogd", "--set", "lambda_a=0")
+    assert_equal(base_values(augmented), base_values(neutral))
+    assert not torch.equal(base_values(plain)["head.weight"], base_values(neutral)["head.weight"])
+
+
+def test_with_weight_foogd_is_not_its_base_method(run):
+    augmented, aligned = run("augmented", "fedavg+aug"), run("aligned", "fedavg+foogd")
+    assert not torch.equal(base_values(augmented)["head.weight"], base_values(aligned)["head.weight"])
+
+
+def test_a_frozen_start_stays_as_it_was_while_the_score_network_learns(run):
+    start = run("start", "fedavg", "--seed", "1")
+    frozen = run("frozen", "fedavg+foogd", "--init", "start", "--set", "train_base=false")
+    assert_equal(base_values(start), base_values(frozen))
+    short = run("short", "fedavg+foogd", "--init", "start", "--set", "train_base=false", "--set", "rounds=1")
+    score = [{name: value for name, value in load_values(f).items() if "score." in name} for f in (frozen, short)]
+    assert any(not torch.equal(score[0][name], score[1][name]) for name in score[0])
+    trained = run("trained", "fedavg+foogd", "--init", "start")
+    assert not torch.equal(base_values(start)["head.weight"], base_values(trained)["head.weight"])
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_every_profile_runs_end_to_end(run, profile):
+    folder = run("a", "fedavg+foogd", "--set", f"profile={profile}")
+    rows = read_rows(folder)
+    assert {row.detector for row in rows} == {None, "msp", "energy", "score_norm"}
+    assert all(row.value == row.value for row in rows)
+    assert all(not json.loads(line)["refused"] for line in (folder / "rounds.jsonl").read_text().splitlines())
+
+
+def test_the_embedded_data_with_everything_on(foogd):
+    # One of 60 clients trains, so that it is quick.
+    words = ["clients=60", "participation=0.02", "rounds=1", "corruptions=contrast", "severities=1,5", "score_width=16"]
+    settings = [part for word in words for part in ("--set", word)]
+    code, printed, _ = foogd("run", "demo", "--method", "fedrod+foogd", *settings, "--out", "a")
+    assert code == 0
+    assert "ACC-IN-C" in printed
+    found = {(row.dataset, row.split, row.corruption, row.severity) for row in read_rows(Path("a"))}
+    assert found == {
+        ("fashion", "in", None, None), ("fashion-c", "in-c", "contrast", 1), ("fashion-c", "in-c", "contrast", 5),
+        ("fashion_out", "out", None, None), ("digits", "out", None, None),
+    }  # fmt: skip
+
+
+def test_the_folder_has_a_default(foogd):
+    assert foogd("run", "tiny.toml", "--method", "fedavg", "--seed", "4", "--set", "rounds=1")[0] == 0
+    assert Path("runs/fedavg-4/rows.jsonl").is_file()
+
+
+def test_resume_starts_what_a_kill_left_no_folder_of(run):
+    assert (run("b", "fedavg", "--resume") / "rows.jsonl").read_bytes() == (run("a") / "rows.jsonl").read_bytes()
+
+
+# Evaluation
+
+
+def test_more_detectors_add_rows_and_keep_the_others(finished, foogd):
+    before = read_rows(finished)
+    code, printed, _ = foogd("evaluate", "a", "--detector", "ash", "--detector", "max_logit")
+    assert code == 0
+    assert "ASH" in printed
+    rows = read_rows(finished)
+    assert len(rows) == len(set(rows))
+    assert set(before) < set(rows)
+    assert {row.detector for row in set(rows) - set(before)} == {"ash", "max_logit"}
+    assert "max logit" in (finished / "summary.md").read_text()
+
+
+def test_evaluating_again_changes_no_number(finished, foogd):
+    before = read_rows(finished)
+    assert foogd("evaluate", "a")[0] == 0
+    assert sorted(map(str, read_rows(finished))) == sorted(map(str, before))
+
+
+# Users' own files
+
+
+def test_a_method_from_a_file(run, foogd):
+    folder = run("a", "mine.py:Mine", "--set", "smoothing=0.1")
+    assert not torch.equal(base_values(folder)["head.weight"], base_values(run("b"))["head.weight"])
+    assert_equal(base_values(run("c", "mine.py:Mine")), base_values(Path("b")))
+    assert {row.method for row in read_rows(folder)} == {"mine.py:Mine"}
+    assert foogd("evaluate", "a", "--detector", "ash")[0] == 0
+    assert "score_norm" in {row.detector for row in read_rows(run("d", "mine.py:Mine+foogd"))}
+
+
+def test_a_backbone_from_a_file(run):
+    folder = run("a", "fedavg+foogd", "--backbone", "mine.py:flat")
+    assert load_values(folder)["head.weight"].shape[1] == 12
+    again = run("b", "fedavg+foogd", "--backbone", "mine.py:flat")
+    assert (folder / "rows.jsonl").read_bytes() == (again / "rows.jsonl").read_bytes()
+
+
+def test_a_detector_from_a_file(run, foogd):
+    folder = run("a", "fedavg", "--set", "detectors=msp,mine.py:width")
+    assert {row.detector for row in read_rows(folder)} == {None, "msp", "mine.py:width"}
+    run("b")
+    assert foogd("evaluate", "b", "--detector", "mine.py:width")[0] == 0
+    values = [[row.value for row in read_rows(Path(f)) if row.detector == "mine.py:width"] for f in ("a", "b")]
+    assert values[0] == values[1]
+
+
+def test_data_from_a_file_given_by_name(foogd):
+    settings = ["--set", "out=mine.py:outside", "--set", "corruptions=[]", "--set", "clients=2", "--set", "rounds=1"]
+    assert foogd("run", "demo", "--method", "fedavg", "--data", "mine.py:inside", *settings, "--out", "a")[0] == 0
+    assert {row.dataset for row in read_rows(Path("a"))} == {"synthetic", "synthetic-out"}
+
+
+# The demo
+
+
+def demo(foogd, out, *words):
+    code, printed, complaint = foogd("demo", "--preset", "tiny.toml", "--out", out, *words)
+    assert (code, complaint) == (0, "")
+    return printed
+
+
+def test_the_demo_prints_one_table_keeps_what_is_finished_and_does_not_depend_on_the_workers(foogd, run):
+    words = ["--methods", "fedavg,fedavg+foogd", "--seeds", "2", "--workers"]
+    printed = demo(foogd, "two", *words, "2")
+    for word in ("fedavg+foogd", "AUROC", "±", "4 runs", "round 2/2"):
+        assert word in printed
+    folders = ["fedavg+foogd-0", "fedavg+foogd-1", "fedavg-0", "fedavg-1"]
+    assert sorted(path.name for path in Path("two").iterdir()) == [*folders, "table.md"]
+    assert "fedavg+foogd" in Path("two/table.md").read_text()
+
+    before = contents(Path("two"))
+    shutil.rmtree("two/fedavg-1")
+    again = demo(foogd, "two", *words, "1")
+    assert again.count("round 2/2") == 1, "finished runs are not trained again"
+    after = contents(Path("two"))
+    assert before.keys() == after.keys()
+    assert not [path for path in before if before[path] != after[path] and path.name == "rows.jsonl"]
+    assert not [path for path in before if before[path] != after[path] and path.parts[1] != "fedavg-1"]
+
+    alone = run("alone", "fedavg+foogd", "--seed", "1")
+    assert (alone / "rows.jsonl").read_bytes() == Path("two/fedavg+foogd-1/rows.jsonl").read_bytes()
+
+
+# Help and lists
+
+
+@pytest.mark.parametrize("command", ["run", "evaluate", "demo", "methods", "detectors"])
+def test_help_says_what_a_command_does_and_shows_an_example(foogd, command):
+    code, printed, _ = foogd(command, "--help")
+    assert code == 0
+    assert f"Example: foogd {command}" in " ".join(printed.split())
+
+
+def test_without_words_the_commands_are_shown(foogd):
+    code, printed, _ = foogd()
+    assert code == 0
+    for command in ("run", "evaluate", "demo", "methods", "detectors"):
+        assert command in printed
+
+
+def test_lists_name_everything(foogd):
+    code, printed, _ = foogd("methods")
+    assert code == 0
+    for name in (*method_names(), "lambda_a", "prior_smoothing", "NeurIPS 2024"):
+        assert name in printed
+    code, printed, _ = foogd("detectors")
+    assert code == 0
+    for name, detector in DETECTORS.items():
+        assert name in printed
+        assert detector.paper in printed
+
+
+# Bad input
+
+TRY = ("run", "tiny.toml", "--out", "x", "--method", "fedavg")
+FOOGD = (*TRY[:-1], "fedavg+foogd")
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        # commands and options
+        (["fly"], ["fly"]),
+        (["run"], ["preset"]),
+        (["evaluate"], ["run_dir"]),
+        ([*TRY, "--colour", "red"], ["--colour"]),
+        ([*TRY, "--seed"], ["--seed"]),
+        ([*TRY, "too", "many"], ["too"]),
+        # presets
+        (["run", "dmo"], ["'dmo'", "demo", ".toml"]),
+        (["run", "none.toml"], ["none.toml", "demo"]),
+        (["run", "mine.py"], ["'mine.py'", "demo"]),
+        (["run", "broken.toml"], ["broken.toml is not TOML", "line 2"]),
+        (["run", "binary.toml"], ["binary.toml is not TOML"]),
+        (["run", "table.toml"], ["[fogd]", "[foogd]"]),
+        (["run", "folder.toml"], ["folder.toml is not a file"]),
+        # methods
+        (["run", "tiny.toml", "--method", "fedfoo"], ["'fedfoo'", "fedrod+foogd", "file.py:Class"]),
+        (["run", "tiny.toml", "--method", "fedavg+fogd"], ["'fedavg+fogd'", "fedavg+foogd"]),
+        ([*TRY, "--method", "none.py:Mine"], ["none.py", "does not exist"]),
+        ([*TRY, "--method", "broken.py:Mine"], ["broken.py", "SyntaxError"]),
+        ([*TRY, "--method", "raises.py:Mine"], ["raises.py", "ZeroDivisionError"]),
+        ([*TRY, "--method", "mine.py:Yours"], ["'Yours'", "mine.py", "Mine"]),
+        ([*TRY, "--method", "mine.py:NoMethod"], ["mine.py:NoMethod", "foogd.Method"]),
+        ([*TRY, "--method", "mine.py:number"], ["mine.py:number", "foogd.Method"]),
+        ([*TRY, "--method", "mine.py:Mine+aug"], ["mine.py:Mine+aug", "views"]),
+        ([*TRY, "--method", "~nobody_of_that_name/m.py:Mine"], ["~nobody_of_that_name/m.py", "does not exist"]),
+        # keys and values
+        ([*TRY, "--set", "round=3"], ["'round'", "did you mean 'rounds'?"]),
+        ([*TRY, "--set", "lambda_a=0.1"], ["'lambda_a'", "fedavg"]),
+        ([*TRY, "--set", "rounds"], ["'rounds'", "key=value"]),
+        ([*TRY, "--set", "rounds=many"], ["rounds = 'many'", "a whole number at least 1"]),
+        ([*TRY, "--set", "rounds=1.5"], ["rounds = 1.5", "a whole number at least 1"]),
+        ([*TRY, "--set", "rounds=0"], ["rounds = 0", "a whole number at least 1"]),
+        ([*TRY, "--set", "lr=-1"], ["lr = -1", "above 0"]),
+        ([*TRY, "--set", "flip=1"], ["flip = 1", "true or false"]),
+        ([*TRY, "--set", "severities=[6]"], ["severities = [6]", "at most 5"]),
+        ([*TRY, "--set", "partition=iid"], ["'iid'", "'dirichlet'"]),
+        ([*TRY, "--seed", "-1"], ["seed = -1", "at least 0"]),
+        ([*TRY, "--seed", "first"], ["seed = 'first'", "a whole number"]),
+        ([*TRY, "--device", "gpu"], ["'gpu'", "'cuda'"]),
+        ([*TRY, "--device", "cuda"], ["'cuda'", "no GPU", "cpu"]),
+        ([*TRY, "--set", "profile=paper"], ["profile", "fedavg", "+foogd"]),
+        ([*FOOGD, "--set", "profile=fast"], ["'fast'", "'paper'"]),
+        ([*FOOGD, "--set", "mmd_kernels=3"], ["mmd_kernels = 3", "1, 2"]),
+        ([*FOOGD, "--set", "score_width=1000000000000000"], ["not enough memory"]),
+        # data, corruptions, detectors, backbones
+        ([*TRY, "--data", "mnist"], ["'mnist'", "fashion"]),
+        ([*TRY, "--data", "mine.py:nothing"], ["mine.py:nothing", "ImageStore"]),
+        ([*TRY, "--data", "mine.py:number"], ["mine.py:number", "ImageStore"]),
+        ([*TRY, "--set", "out=svhm"], ["'svhm'", "digits"]),
+        ([*TRY, "--set", "out=digits,digits"], ["digits"]),
+        ([*TRY, "--set", "corruptions=fog_of_war"], ["'fog_of_war'", "brightness"]),
+        ([*TRY, "--set", "detectors=mps"], ["'mps'", "msp"]),
+        ([*TRY, "--set", "detectors=mine.py:number"], ["mine.py:number", "function"]),
+        ([*TRY, "--set", "detectors=mine.py:Mine"], ["mine.py:Mine", "Detector"]),
+        ([*TRY, "--backbone", "vgg"], ["vgg", "cnn"]),
+        ([*TRY, "--backbone", "mine.py:number"], ["mine.py:number", "function"]),
+        ([*TRY, "--backbone", "mine.py:image_shaped"], ["mine.py:image_shaped", "(2, d)"]),
+        ([*TRY, "--backbone", "mine.py:nothing"], ["mine.py:nothing", "Module"]),
+        # clients
+        ([*TRY, "--set", "clients=1000"], ["1000", "clients"]),
+        ([*TRY, "--set", "clients=45"], ["45", "clients"]),
+        ([*TRY, "--set", "clients=0"], ["clients = 0", "at least 1"]),
+        ([*TRY, "--set", "partition=pathological", "--set", "classes_per_client=9"], ["classes_per_client", "9"]),
+        ([*TRY, "--set", "partition=by_domain"], ["domain"]),
+        # folders
+        ([*TRY, "--init", "none"], ["none", "not a run folder"]),
+        ([*TRY, "--init", "folder.toml"], ["folder.toml", "config.toml"]),
+        (["run", "tiny.toml", "--out", "tiny.toml"], ["tiny.toml", "exists already", "--out"]),
+        (["run", "tiny.toml", "--out", "tiny.toml", "--resume"], ["tiny.toml", "file"]),
+        (["run", "tiny.toml", "--out", "tiny.toml/x"], ["tiny.toml"]),
+        (["run", "tiny.toml", "--out", "folder.toml"], ["folder.toml", "--resume"]),
+        (["run", "tiny.toml", "--out", "folder.toml", "--resume"], ["folder.toml", "config.toml"]),
+        (["evaluate", "none"], ["none", "does not exist"]),
+        (["evaluate", "folder.toml"], ["folder.toml", "config.toml"]),
+        (["evaluate", "tiny.toml"], ["tiny.toml", "file"]),
+        # the demo
+        (["demo", "--methods", "fedavg,fedfoo"], ["'fedfoo'", "fedrod"]),
+        (["demo", "--methods", " , "], ["--methods", "fedrod"]),
+        (["demo", "--seeds", "0"], ["--seeds", "'0'", "at least 1"]),
+        (["demo", "--workers", "-1"], ["--workers", "'-1'", "at least 0"]),
+        (["demo", "--workers", "two"], ["--workers", "'two'", "a whole number"]),
+        (["demo", "--preset", "dmo"], ["'dmo'", "demo"]),
+        (["demo", "--preset", "tiny.toml", "--set", "alpha=0"], ["alpha = 0", "above 0"]),
+        (["demo", "--preset", "tiny.toml", "--out", "tiny.toml"], ["tiny.toml"]),
+    ],
+)
+def test_bad_input_ends_in_one_sentence(refused, monkeypatch, words, found):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    Path("broken.toml").write_text('method = "fedavg"\nrounds = \n')
+    Path("binary.toml").write_bytes(b"\xff\xfe\x00")
+    Path("table.toml").write_text("[fogd]\nlambda_a = 0.1\n")
+    Path("folder.toml").mkdir()
+    Path("broken.py").write_text("class Mine(:\n")
+    Path("raises.py").write_text("1 / 0\n")
+    line = refused(*words)
+    for word in found:
+        assert word in line
+
+
+def test_a_run_folder_that_exists_is_not_touched(refused, finished):
+    assert "--resume" in refused("run", "tiny.toml", "--method", "fedavg+foogd", "--out", "a")
+
+
+@pytest.mark.parametrize(
+    ("words", "difference"),
+    [
+        (["--method", "fedavg"], "method is 'fedavg+foogd' there and 'fedavg' here"),
+        (["--method", "fedavg+foogd", "--seed", "1"], "seed is 0 there and 1 here"),
+        (["--method", "fedavg+foogd", "--set", "rounds=3"], "rounds is 2 there and 3 here"),
+        (["--method", "fedavg+foogd", "--set", "sigma=0.2"], "sigma is 0.1 there and 0.2 here"),
+    ],
+)
+def test_resume_with_another_configuration_is_refused(refused, finished, words, difference):
+    line = refused("run", "tiny.toml", *words, "--out", "a", "--resume")
+    assert "a holds a run with another configuration" in line
+    assert difference in line
+
+
+def test_resume_may_change_the_device_only(foogd, finished):
+    words = ["run", "tiny.toml", "--method", "fedavg+foogd", "--out", "a", "--resume"]
+    assert foogd(*words, "--device", "auto")[0] == 0
+
+
+def shorten(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def keep_half_of_the_lines(path):
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[: len(lines) // 2]))
+
+
+@pytest.mark.parametrize(
+    ("name", "act", "found"),
+    [
+        ("checkpoint/round-00002.safetensors", shorten, "round-00002.safetensors is damaged"),
+        ("checkpoint/round-00002.safetensors", Path.unlink, "round-00002.safetensors cannot be read"),
+        ("checkpoint/state.json", shorten, "state.json cannot be read"),
+        ("rows.jsonl", shorten, "rows.jsonl is damaged"),
+        ("rounds.jsonl", lambda path: path.write_bytes(path.read_bytes()[:-10]), "rounds.jsonl is damaged"),
+        ("rounds.jsonl", keep_half_of_the_lines, "half-written: rounds.jsonl has 1 lines"),
+        ("config.toml", lambda path: path.write_text("rounds = "), "config.toml is not TOML"),
+        ("config.toml", lambda path: path.write_text('method = "fedfoo"'), "config.toml: method 'fedfoo'"),
+        ("config.toml", lambda path: path.write_text("rounds = 0"), "config.toml: rounds = 0"),
+        ("config.toml", keep_half_of_the_lines, "config.toml is half-written"),
+        ("config.toml", lambda path: path.write_text(""), "config.toml is half-written"),
+        ("config.toml", Path.unlink, "it has no config.toml"),
+    ],
+)
+def test_a_damaged_run_folder_is_refused_by_every_command(refused, finished, name, act, found):
+    act(finished / name)
+    assert found in refused("run", "tiny.toml", "--method", "fedavg+foogd", "--out", "a", "--resume")
+    assert found in refused("evaluate", "a", "--detector", "ash")
+    if name.startswith("checkpoint"):
+        assert found in refused(*FOOGD, "--init", "a")
+
+
+def test_a_start_with_another_backbone_is_refused(refused, finished):
+    assert "backbone" in refused(*TRY, "--init", "a", "--backbone", "wrn16-1")
+    assert "backbone" in refused(*TRY, "--init", "a", "--backbone", "mine.py:flat")
+
+
+def test_a_run_without_a_finished_round_can_be_neither_start_nor_evaluated(refused, finished):
+    shutil.rmtree("a/checkpoint")
+    for name in ("rows.jsonl", "rounds.jsonl", "summary.md"):
+        (finished / name).unlink()
+    assert "no finished round" in refused("evaluate", "a")
+    assert "no finished round" in refused(*TRY, "--init", "a")
+
+
+@pytest.mark.parametrize(
+    ("detector", "found"),
+    [
+        ("mps", "'mps'"),
+        ("none.py:fn", "none.py"),
+        ("mine.py:none", "'none'"),
+        ("mine.py:crooked", "shape"),
+        ("mine.py:Mine", "mine.py:Mine"),
+    ],
+)
+def test_a_bad_detector_adds_nothing(refused, finished, detector, found):
+    assert found in refused("evaluate", "a", "--detector", "ash", "--detector", detector)
+
+
+def test_a_detector_that_the_method_cannot_serve_is_refused(refused, run):
+    run("b")
+    line = refused("evaluate", "b", "--detector", "score_norm")
+    assert "score_norm" in line
+    assert "fedavg" in line
+
+
+# The real entry point
+
+
+def real(*words):
+    command = [sys.executable, "-m", "foogd.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_command_as_a_process_gives_the_same_bytes(run):
+    done = real("run", "tiny.toml", "--method", "fedrod+foogd", "--out", "process")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Run folder: process" in done.stdout
+    inside = run("inside", "fedrod+foogd")
+    assert (inside / "rows.jsonl").read_bytes() == Path("process/rows.jsonl").read_bytes()
+
+
+def test_the_command_as_a_process_refuses_in_one_line():
+    done = real("run", "tiny.toml", "--set", "round=3")
+    assert (done.returncode, done.stdout) == (2, "")
+    [line] = done.stderr.splitlines()
+    assert "did you mean 'rounds'?" in line
