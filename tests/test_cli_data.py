@@ -129,7 +129,11 @@ def test_verify_looks_at_each_corruption(tmp_path):
     with pytest.raises(InputError, match=r"snow\.npy holds uint8 of shape \(49995"):
         raise run("verify", "cifar10c", "--root", tmp_path).exception
     (folder / "snow.npy").unlink()
-    assert "1 corruptions as cifar10-c" in text(run("verify", "cifar10c", "--root", tmp_path))
+    with pytest.raises(InputError, match=r"cifar10c has 1 corruptions \(fog\); 19 are known"):
+        raise run("verify", "cifar10c", "--root", tmp_path).exception
+    for number in range(18):
+        (folder / f"kind{number}.npy").symlink_to(folder / "fog.npy")
+    assert "19 corruptions as cifar10-c" in text(run("verify", "cifar10c", "--root", tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,6 @@ class PrivateNorm(Method):
 class Counting(Method):
     """A predictor with state: its n-th image has the feature n and the class n mod C."""
 
-    adapts: ClassVar[bool] = True
     made: list[int] = field(default_factory=list, compare=False)
 
     def losses(self, nets: Nets, batch: Batch, ctx: Context) -> dict[str, Tensor]:

@@ -157,7 +157,8 @@ def test_out_sources_are_what_they_say():
     assert far.images.max() > 240
     corners = far.images[:, [0, 0, -1, -1], [0, -1, 0, -1]].float()
     assert corners.mean() < 10  # black background, as in Fashion-MNIST
-    assert {name for name, source in SOURCES.items() if source.role == "in"} == {"fashion"}
+    roles = {name: source.role for name, source in SOURCES.items()}
+    assert (roles["fashion"], roles["fashion_out"], roles["digits"]) == ("in", "out", "out")
 
 
 def test_embedded_files_are_small_plain_licensed_and_as_the_readme_says():

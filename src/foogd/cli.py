@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 
+from .cli_data import data_app
 from .config import Config
 from .detect import DETECTORS
 from .errors import InputError
@@ -37,6 +38,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.add_typer(data_app, name="data")
 console = Console(width=None if sys.stdout.isatty() else 140)  # a file has no width of its own
 
 Set = Annotated[

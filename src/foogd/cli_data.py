@@ -156,6 +156,9 @@ def check_corruptions(entry: Entry, root: Path, on_bad: OnBad, progress: Progres
         levels = (store.domains % len(SEVERITIES)).bincount(minlength=len(SEVERITIES)).tolist()
         if len(set(levels)) != 1:
             raise InputError(f"{entry.name}/{name} has {levels} images at the severities 1 to 5; all must be alike")
+    wanted = layout.facts.corruptions
+    if wanted is not None and len(names) != wanted:
+        raise InputError(f"{entry.name} has {len(names)} corruptions ({', '.join(names)}); {wanted} are known")
     return f"good, {len(names)} corruptions as {layout.name} ({layout.kind})"
 
 

@@ -35,6 +35,7 @@ class Config:
     constants: str = setting("cifar", "strength of the corruptions", choices=("cifar", "tiny"))
     test_share: float = setting(0.2, "share held out where the data has no test part", gt=0.0, lt=1.0)
 
+    on_bad: str = setting("error", "what an image that cannot be read does", choices=("error", "skip"))
     leave_out: str = setting("", "domain that no client trains on, tested as IN-C; empty: none")
 
     clients: int = setting(10, "number of clients", ge=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .data.federation import Federation
@@ -24,7 +23,8 @@ def partition_figure(federation: Federation) -> Figure:
     largest = max(1, int(counts.max()))
     if shown:
         x, y = (grid.ravel() for grid in _grid(classes, clients))
-        axes.scatter(x, y, s=[900 * int(n) / largest for n in counts.ravel()], color="#4477aa", alpha=0.55, linewidths=0)
+        sizes = [900 * int(n) / largest for n in counts.ravel()]
+        axes.scatter(x, y, s=sizes, color="#4477aa", alpha=0.55, linewidths=0)
         for client in range(clients):
             for c in range(classes):
                 if counts[client, c]:
@@ -47,11 +47,3 @@ def _grid(columns: int, rows: int):  # type: ignore[no-untyped-def]
     import numpy as np
 
     return np.meshgrid(np.arange(columns), np.arange(rows))
-
-
-def save_partition_figure(federation: Federation, path: Path) -> None:
-    """The figure as PNG or, by the ending of the name, as SVG or PDF."""
-    figure = partition_figure(federation)
-    draft = path.with_name(f".draft-{path.name}")
-    figure.savefig(draft, dpi=150)
-    draft.replace(path)

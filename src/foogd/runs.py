@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import platform
@@ -27,7 +28,9 @@ from torch import Tensor
 from .config import Config
 from .data.corrupt import CORRUPTIONS
 from .data.federation import Federation
+from .data.leaks import count_leaks
 from .data.sources import load_source
+from .data.store import ImageStore
 from .detect import Detector, resolve_detector
 from .engine.eager import EagerEngine, resolve_device
 from .errors import InputError
@@ -39,6 +42,7 @@ from .simulate import RoundResult, RunState, initial_state, restore_state, simul
 
 CONFIG, ENVIRONMENT = "config.toml", "environment.json"
 ROUNDS, ROWS, SUMMARY = "rounds.jsonl", "rows.jsonl", "summary.md"
+PARTITION, PICTURE = "partition.json", "partition.png"
 CHECKPOINT, STATE = "checkpoint", "state.json"
 DRAFT = ".draft"
 
@@ -150,6 +154,8 @@ class Run:
         if self.is_finished():
             return
         remove_drafts(self.folder)
+        if not (self.folder / PARTITION).is_file():
+            write_partition(self.folder, self.federation)
         state = self.state()
         done = state.server.round
         lines = self._lines(done)
@@ -223,6 +229,8 @@ class Run:
             f"Run {self.name}: {len(lines)} rounds, {self.config.clients} clients, {seconds:.1f} s of training, "
             f"{down:.2f} MiB down and {up:.2f} MiB up a round, {refused} updates refused.",
             "",
+            leaks_sentence(read_leaks(self.folder)),
+            "",
             *_section("Results", report.headline()),
             *_section("Joint view", report.joint()),
             *_section("Partition", partition_table(self.federation)),
@@ -236,10 +244,14 @@ class Run:
 
 def make_federation(config: Config) -> Federation:
     """The data of a run, split over its clients."""
-    root = Path(config.data_root)
+    root, on_bad = Path(config.data_root), config.on_bad
+
+    def load(spec: str) -> ImageStore:
+        return load_source(spec, root, on_bad=on_bad)  # type: ignore[arg-type]
+
     return Federation.build(
-        load_source(config.data, root),
-        outs=[load_source(name, root) for name in config.out],
+        load(config.data),
+        outs=[load(spec) for spec in config.out],
         corruptions=config.corruptions,
         severities=config.severities,
         clients=config.clients,
@@ -252,6 +264,41 @@ def make_federation(config: Config) -> Federation:
         test_share=config.test_share,
         leave_out=config.leave_out,
     )
+
+
+def write_partition(folder: Path, federation: Federation) -> None:
+    """Who trains on what, as numbers and as a picture, and which training images are in a test set."""
+    from .figures import partition_figure
+
+    counts = federation.describe().tolist()
+    content = {
+        "data": federation.name,
+        "content_hash": federation.train.content_hash(),
+        "classes": list(federation.train.classes),
+        "counts": counts,
+        "indices": [indices.tolist() for indices in federation.train_indices],
+        "training_images_in_tests": count_leaks(federation),
+    }
+    picture = io.BytesIO()
+    partition_figure(federation).savefig(picture, format="png", dpi=150)
+    write_atomic(folder / PICTURE, picture.getvalue())
+    write_atomic(folder / PARTITION, json.dumps(content).encode())
+
+
+def read_leaks(folder: Path) -> dict[str, int]:
+    """How many training images each test set of a run holds."""
+    found = read_json(folder / PARTITION).get("training_images_in_tests")
+    if not isinstance(found, dict):
+        raise InputError(f"{folder / PARTITION} is damaged: it does not say which training images are in tests")
+    return found
+
+
+def leaks_sentence(leaks: Mapping[str, int]) -> str:
+    """What the check by content found."""
+    found = {name: count for name, count in leaks.items() if count}
+    if not found:
+        return f"No training image is in any of the {len(leaks)} test sets (compared by content)."
+    return "Training images in test sets, by content: " + ", ".join(f"{n} in {name}" for name, n in found.items()) + "."
 
 
 def partition_table(federation: Federation) -> Table:

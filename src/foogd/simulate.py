@@ -79,8 +79,10 @@ def initial_state(engine: Engine, init: Mapping[str, Tensor] | None = None) -> R
 
 def _replace_values(values: Mapping[str, Tensor], init: Mapping[str, Tensor]) -> None:
     used = {name: value for name, value in init.items() if name in values}
-    if not any(name.startswith("backbone.") for name in used):
-        raise InputError("the run to start from has no value that this run's backbone knows: use the same backbone")
+    wanted = (name for name, value in values.items() if name.startswith("backbone.") and value.is_floating_point())
+    missing = [name for name in wanted if name not in used]
+    if missing:
+        raise InputError(f"the run to start from has no value for {missing[0]}: use the same backbone")
     for name, value in used.items():
         if value.shape != values[name].shape:
             raise InputError(

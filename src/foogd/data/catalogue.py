@@ -45,6 +45,7 @@ class Facts:
     domains: tuple[int, ...] | None = None
     px: int | None = None
     first_label: int | None = None
+    corruptions: int | None = None
 
 
 @final
@@ -469,7 +470,7 @@ CATALOGUE: dict[str, Entry] = {
                     _folder_with("labels.npy"),
                     readers.read_cifar_c,
                     "cifar10-c",
-                    Facts(50_000, None, 10, 5_000, px=32),
+                    Facts(50_000, None, 10, 5_000, px=32, corruptions=19),
                     decodes=False,
                     anywhere=False,
                 ),
@@ -493,7 +494,7 @@ CATALOGUE: dict[str, Entry] = {
                     _folder_with("labels.npy"),
                     readers.read_cifar_c,
                     "cifar100-c",
-                    Facts(50_000, None, 100, 500, px=32),
+                    Facts(50_000, None, 100, 500, px=32, corruptions=19),
                     decodes=False,
                     anywhere=False,
                 ),
@@ -517,7 +518,7 @@ CATALOGUE: dict[str, Entry] = {
                     _folder_with("brightness/1", "fog/1", "contrast/1"),
                     readers.read_tinyimagenet_c,
                     "tinyimagenet-c",
-                    Facts(50_000, None, 200, 250, px=64),
+                    Facts(50_000, None, 200, 250, px=64, corruptions=15),
                     anywhere=False,
                 ),
             ),

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from ..config import Config
 from ..data.federation import Federation
 from ..methods.base import Method
-from ..methods.foogd import FOOGD
 from ..nets import make_backbone
 from ..nets.dropout import bind_dropout
 from ..types import Batch, ClientState, Context, Nets, Optimiser, Phase, ServerState, Survey, Update
@@ -83,7 +82,7 @@ class EagerEngine:
 
     def survey(self, server: ServerState, clients: Sequence[ClientState], round: int) -> list[Survey]:
         """What the clients answer at the received weights before training; [] where the method asks nothing."""
-        if not _asks(self.method):
+        if not self.method.surveys:
             return []
         answers = []
         for client in clients:
@@ -234,11 +233,6 @@ def local_step(
     for group in groups:
         optimisers[group].step(gradients[group])
     return {group: losses[group].detach() for group in groups}
-
-
-def _asks(method: Method) -> bool:
-    """Whether a method surveys its clients; FOOGD asks what its base asks."""
-    return _asks(method.base) if isinstance(method, FOOGD) else type(method).survey is not Method.survey
 
 
 def _in_phase(ctx: Context, phase: Phase) -> Context:

@@ -21,9 +21,6 @@ class Method(ABC):
     Only `losses` has no default.
     """
 
-    adapts: ClassVar[bool] = False
-    """Whether predictions depend on earlier test images (test-time adaptation); outputs are then never shared."""
-
     paper: ClassVar[str] = ""
     """Where the method comes from, for `foogd methods`."""
 
@@ -41,6 +38,16 @@ class Method(ABC):
     def views(self) -> int:
         """1, or 2 where `losses` needs a second, augmented view of each image."""
         return 1
+
+    @property
+    def surveys(self) -> bool:
+        """Whether clients are asked before training: where a method has a `survey` of its own."""
+        return type(self).survey is not Method.survey
+
+    @property
+    def adapts(self) -> bool:
+        """Whether outputs may depend on earlier test images: where a method has a `predictor` of its own."""
+        return type(self).predictor is not Method.predictor
 
     def build(self, backbone: nn.Module, num_classes: int, rng: Rng) -> Nets:
         """The nets around a backbone; `rng(name)` seeds the start of each."""

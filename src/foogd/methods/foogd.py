@@ -224,6 +224,14 @@ class FOOGD(Method):
         return replace(self.base.readout(nets), score=at)
 
     # The rest is the base method's.
+    @property
+    def surveys(self) -> bool:
+        return self.base.surveys
+
+    @property
+    def adapts(self) -> bool:
+        return self.base.adapts
+
     def personal(self, name: str) -> bool:
         return self.base.personal(name)
 
