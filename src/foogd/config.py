@@ -32,7 +32,7 @@ class Config:
         ("brightness", "contrast", "gaussian_noise", "gaussian_blur"), "kinds of corruption in IN-C"
     )
     severities: tuple[int, ...] = setting((1, 2, 3, 4, 5), "severities of IN-C", ge=1, le=5)
-    constants: str = setting("cifar", "strength of the corruptions", choices=("cifar", "tiny"))
+    constants: str = setting("cifar", "strength of the corruptions", choices=("cifar", "tiny", "imagenet"))
     test_share: float = setting(0.2, "share held out where the data has no test part", gt=0.0, lt=1.0)
 
     on_bad: str = setting("error", "what an image that cannot be read does", choices=("error", "skip"))
