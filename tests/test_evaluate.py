@@ -248,7 +248,7 @@ def said(engine: EagerEngine, state: RunState, test: TestSet, client: int) -> Sa
 
 
 def tau95(inside: Tensor) -> float:
-    """The ceil(0.95 n)-th smallest IN score, in whole numbers (design.md 3.7 (7))."""
+    """The ceil(0.95 n)-th smallest IN score, in whole numbers."""
     rank = -(-95 * len(inside) // 100)
     return sorted(inside.tolist())[rank - 1]
 

@@ -25,7 +25,7 @@ def buffers(module: nn.Module) -> int:
     return sum(b.numel() for b in module.buffers())
 
 
-# --- sizes (methods.md, section 0) -----------------------------------------------------------------------------------
+# --- sizes ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("classes", "expected"), [(10, 2_243_546), (100, 2_255_156)])

@@ -35,10 +35,11 @@ class Config:
     constants: str = setting("cifar", "strength of the corruptions", choices=("cifar", "tiny", "imagenet"))
     test_share: float = setting(0.2, "share held out where the data has no test part", gt=0.0, lt=1.0)
 
+    sites: str = setting("", "site of an image of yours: folder (SITE/CLASS/image), or a column of the table")
     on_bad: str = setting("error", "what an image that cannot be read does", choices=("error", "skip"))
     leave_out: str = setting("", "domain that no client trains on, tested as IN-C; empty: none")
 
-    clients: int = setting(10, "number of clients", ge=1)
+    clients: int = setting(10, "number of clients; 0 for by_domain: one a domain", ge=0)
     partition: str = setting("dirichlet", "how data is split", choices=("dirichlet", "pathological", "by_domain"))
     alpha: float = setting(0.5, "Dirichlet concentration: small is heterogeneous", gt=0.0)
     classes_per_client: int = setting(2, "classes of a client in the pathological split", ge=1)

@@ -98,7 +98,7 @@ class Energy(Detector):
 @final
 @dataclass(frozen=True)
 class ASH(Detector):
-    """The energy of g(z'), where z' keeps the largest entries of each feature vector (methods.md 10).
+    """The energy of g(z'), where z' keeps the largest entries of each feature vector.
 
     Of n entries k = n − round(n·percentile/100) survive, at least one; `variant` names what becomes of them.
     """

@@ -35,8 +35,8 @@ def rbf(a: Float[Tensor, "n d"], b: Float[Tensor, "m d"], h: float | Float[Tenso
 def median_bandwidth(a: Float[Tensor, "n d"]) -> Float[Tensor, ""]:
     """The median heuristic h = median_{i<j} ‖a_i−a_j‖² / log(n+1), detached.
 
-    It is at least 10⁻³ · mean ‖a−mean a‖² + 10⁻¹², so that collapsed or clustered features keep a kernel (design.md
-    3.7 (8)). The median of an even number of values is the mean of the middle two.
+    It is at least 10⁻³ · mean ‖a−mean a‖² + 10⁻¹², so that collapsed or clustered features keep a kernel.
+    The median of an even number of values is the mean of the middle two.
     """
     (a,) = _centred(a.detach())
     return _median_bandwidth(a, _squared_distances(a, a))
@@ -48,7 +48,7 @@ def mmd(
     """The squared maximum mean discrepancy, V-statistic: mean k(a,a') − 2 mean k(a,b) + mean k(b,b'), Eq. 7.
 
     It is the sum over kernels with the given bandwidths. Without them there are two, with h = ½ and 1 times the mean
-    squared distance of two different rows of the union of a and b, detached (methods.md 11.2, row 9).
+    squared distance of two different rows of the union of a and b, detached.
     """
     a, b = _centred(a, b)
     if bandwidths is None:
@@ -98,8 +98,8 @@ def ksd_released(
     """The authors' released Stein term, the mean of u(z_i, ẑ_j) with part of its gradient; for the `released` profile.
 
     One argument comes from the originals and one from the augmented view, so this is not a discrepancy: its expectation
-    is 0 for any ẑ once s is the score of z (methods.md 11.2, row 10). The value is the full u of `ksd`. In its gradient
-    the vectors ∇k in s(z)·∇_ẑ k and s(ẑ)·∇_z k are constants (row 11); the kernel of the first term, the whole trace
+    is 0 for any ẑ once s is the score of z (Stein's identity). The value is the full u of `ksd`. In its gradient
+    the vectors ∇k in s(z)·∇_ẑ k and s(ẑ)·∇_z k are constants; the kernel of the first term, the whole trace
     term and all scores are differentiated. h = median/log(n+1) + 10⁻⁹, detached, with the lower median of ‖ẑ_i−z_j‖²
     over i < j; the released code leaves distances of exactly 0 out of it and is nan when none is left, here they count.
     """
@@ -148,7 +148,7 @@ def dsm_noise_target(
 ) -> Float[Tensor, ""]:
     """The authors' released score matching: the mean of ½σ^power ‖s(z+σv) + v‖²; for the `released` profile only.
 
-    Its target is −v, so what it learns is σ times the score (methods.md 11.2, rows 1 and 4).
+    Its target is −v, so what it learns is σ times the score.
     """
     z, sigma = _at_least_float32(z), _per_sample(sigma)
     v = _noise(z, rng)
@@ -183,7 +183,7 @@ def balanced_softmax(
     *,
     smoothing: float = 0.0,
 ) -> Float[Tensor, ""]:
-    """Cross-entropy of logits + log(n_c + smoothing), the balanced softmax of FedRoD (methods.md 2).
+    """Cross-entropy of logits + log(n_c + smoothing), the balanced softmax of FedRoD.
 
     A class without samples gets −∞, which is a gradient of exactly 0.
     """

@@ -47,7 +47,7 @@ def auroc(in_scores: Scores, out_scores: Scores) -> float:
 
 
 def threshold_at_tpr(in_scores: Scores, tpr: float = 0.95) -> float:
-    """τ, the ⌈tpr·n⌉-th smallest IN score: inputs with a score of at most τ are accepted (design.md 3.7 (7))."""
+    """τ, the ⌈tpr·n⌉-th smallest IN score: inputs with a score of at most τ are accepted."""
     inside = _sorted(in_scores, "IN")
     if not 0 < tpr <= 1:
         raise InputError(f"tpr is {tpr}, but it must be above 0 and at most 1.")
@@ -77,8 +77,8 @@ def aupr(in_scores: Scores, out_scores: Scores) -> float:
 def fpr95_swapped(in_scores: Scores, out_scores: Scores) -> float:
     """The share of IN rejected when 5 % of OUT are accepted.
 
-    Only to match the paper's numbers for MSP; methods.md 11.3. This is not FPR95, for the two classes have changed
-    places: use `fpr_at_tpr`.
+    Only to match the paper's numbers for MSP, where the released code swaps the arguments. This is not FPR95, for the
+    two classes have changed places: use `fpr_at_tpr`.
     """
     return fpr_at_tpr(-_sorted(out_scores, "OUT"), -_sorted(in_scores, "IN"))
 

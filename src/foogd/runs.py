@@ -226,7 +226,7 @@ class Run:
         text = [
             f"# {self.config.method}, seed {self.config.seed}",
             "",
-            f"Run {self.name}: {len(lines)} rounds, {self.config.clients} clients, {seconds:.1f} s of training, "
+            f"Run {self.name}: {len(lines)} rounds, {self.federation.clients} clients, {seconds:.1f} s of training, "
             f"{down:.2f} MiB down and {up:.2f} MiB up a round, {refused} updates refused.",
             "",
             leaks_sentence(read_leaks(self.folder)),
@@ -246,11 +246,11 @@ def make_federation(config: Config) -> Federation:
     """The data of a run, split over its clients."""
     root, on_bad = Path(config.data_root), config.on_bad
 
-    def load(spec: str) -> ImageStore:
-        return load_source(spec, root, on_bad=on_bad)  # type: ignore[arg-type]
+    def load(spec: str, sites: str = "") -> ImageStore:
+        return load_source(spec, root, sites=sites, on_bad=on_bad)  # type: ignore[arg-type]
 
     return Federation.build(
-        load(config.data),
+        load(config.data, config.sites),
         outs=[load(spec) for spec in config.out],
         corruptions=config.corruptions,
         severities=config.severities,

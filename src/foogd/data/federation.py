@@ -125,9 +125,9 @@ class Federation:
         if leave_out:
             source, left = _without_domain(source, leave_out)
             everything = torch.arange(len(left), device=left.images.device)
-            shares = (everything,) * clients
+            shares = (everything,) * (clients or len(torch.unique(source.domains)))
             unseen = (TestSet(leave_out, "in-c", left, shares, corruption=f"domain {leave_out}", unseen=True),)
-        held_out = source.test if source.test is not None else _stratified(source.labels, test_share, seed)
+        held_out = source.test if source.test is not None else _stratified(_strata(source), test_share, seed)
         if not held_out.any() or held_out.all():
             raise InputError(
                 f"{int(held_out.sum())} of {len(source)} images are held out; training and test need some each."
@@ -162,7 +162,7 @@ def in_tests(
 ) -> tuple[TestSet, ...]:
     """The clean IN test and one copy of it a corruption and severity.
 
-    Each client sees the same images in every copy, so severity is not mixed up with the client (methods.md 11.3).
+    Each client sees the same images in every copy, so severity is not mixed up with the client.
     """
     shares = tuple(indices)
     name = test.name or "in"
@@ -219,6 +219,13 @@ def _without_domain(source: ImageStore, name: str) -> tuple[ImageStore, ImageSto
     return source.select(~left), replace(source.select(left), test=None)
 
 
+def _strata(source: ImageStore) -> Tensor:
+    """The groups of which a share each is held out: classes, and where there are domains, classes within domains."""
+    if source.domains is None:
+        return source.labels
+    return source.domains * source.num_classes + source.labels
+
+
 def _stratified(labels: Tensor, share: float, seed: int) -> Tensor:
     if not 0 < share < 1:
         raise InputError(f"test_share is {share}; a number between 0 and 1 is needed.")
@@ -251,10 +258,10 @@ def _partition(
         if train.domains is None or test.domains is None:
             raise InputError("partition 'by_domain' needs images with domains; this data set has none.")
         found = torch.unique(train.domains).tolist()
-        if clients != len(found) or torch.unique(test.domains).tolist() != found:
+        if clients not in (0, len(found)) or torch.unique(test.domains).tolist() != found:
             raise InputError(
                 f"partition 'by_domain' needs one client a domain, each with training and test images; "
-                f"clients is {clients} and the training images have domains {found}."
+                f"clients is {clients} (0 takes as many as there are) and the training images have domains {found}."
             )
         own = by_domain(train.domains)
     else:

@@ -7,6 +7,7 @@ and `progress` (called with the images done and their number).
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 from collections import Counter
@@ -435,6 +436,65 @@ def read_tinyimagenet_c(
         files += own
         domains += [found.index(name) * len(SEVERITIES) + level - 1] * len(own)
     return _read_files(folder, files, classes, None, size, on_bad, progress, skipped, domains, _places(found))
+
+
+def read_sites(
+    folder: Path,
+    *,
+    size: int | None = None,
+    on_bad: OnBad = "error",
+    progress: Progress | None = None,
+    skipped: list[str] | None = None,
+) -> ImageStore:
+    """SITE/CLASS folders of images: `domains` numbers the sites by name; a site need not have every class."""
+    sites = _subfolders(folder)
+    if _images_in(folder) or any(_images_in(site) for site in sites):
+        raise InputError(f"{folder} has images outside of SITE/CLASS folders; each belongs into a class of a site.")
+    classes = tuple(sorted({path.name for site in sites for path in _subfolders(site)}))
+    files: list[tuple[Path, int]] = []
+    domains: list[int] = []
+    for number, site in enumerate(sites):
+        own = [(path, classes.index(sub.name)) for sub in _subfolders(site) for path in _images_below(sub)]
+        files += own
+        domains += [number] * len(own)
+    names = tuple(site.name for site in sites)
+    return _read_files(folder, files, classes, None, size, on_bad, progress, skipped, domains, names)
+
+
+def read_table(
+    path: Path,
+    *,
+    site: str = "",
+    size: int | None = None,
+    on_bad: OnBad = "error",
+    progress: Progress | None = None,
+    skipped: list[str] | None = None,
+) -> ImageStore:
+    """A CSV table with the columns file and label, perhaps split (train or test); the column `site` numbers the sites.
+
+    Files are named relative to the table.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as text:
+            reader = csv.DictReader(text)
+            columns, rows = list(reader.fieldnames or ()), list(reader)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InputError(f"{path} cannot be read as a table: {error}.") from None
+    for column in ("file", "label", *([site] if site else [])):
+        if column not in columns:
+            raise InputError(f"{path} has no column {column!r}; it has {', '.join(columns) or 'none'}.")
+    for number, row in enumerate(rows, start=2):
+        lacking = [column for column in columns if row[column] is None or (column != "split" and not row[column])]
+        if lacking or None in row:
+            raise InputError(f"{path} has no value for {(lacking or columns)[0]!r} in line {number}, or too many.")
+        if "split" in columns and row["split"] not in ("train", "test"):
+            raise InputError(f"{path} has the split {row['split']!r} in line {number}; train and test are possible.")
+    classes = tuple(sorted({row["label"] for row in rows}))
+    names = tuple(sorted({row[site] for row in rows})) if site else ()
+    files = [(path.parent / row["file"], classes.index(row["label"])) for row in rows]
+    test = [row["split"] == "test" for row in rows] if "split" in columns else None
+    domains = [names.index(row[site]) for row in rows] if site else None
+    return _read_files(path.parent, files, classes, test, size, on_bad, progress, skipped, domains, names)
 
 
 def read_pacs(

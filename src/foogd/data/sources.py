@@ -14,7 +14,7 @@ from ..plugins import load_object
 from .cache import cached
 from .catalogue import CATALOGUE, Entry, Layout, locate
 from .federation import fit_to
-from .readers import OnBad, Progress, named, read_npz, read_tree, split_size
+from .readers import OnBad, Progress, named, read_npz, read_sites, read_table, read_tree, split_size
 from .store import ImageStore
 
 IN_CLASSES = 8  # the first classes of fashion.npz; the others are the near OUT
@@ -32,11 +32,15 @@ class Source:
     flip: bool  # whether a mirrored image still shows its class
 
 
-def load_source(spec: str, root: Path, *, on_bad: OnBad = "error", progress: Progress | None = None) -> ImageStore:
+def load_source(
+    spec: str, root: Path, *, sites: str = "", on_bad: OnBad = "error", progress: Progress | None = None
+) -> ImageStore:
     """The data set of a name or path, or what the function `file.py:fn` returns for the root folder.
 
     `textures@64` asks for images of 64 pixels; `cifar10c/fog/3` is one corruption at one severity; a path is a folder
-    of images, a folder a class, or an .npz file. What needs decoding is cached below the root folder.
+    of images, a folder a class, an .npz file, or a CSV table of files and labels. `sites` says where the site of an
+    image of yours stands: "folder" for SITE/CLASS folders, or the name of a column. What needs decoding is cached
+    below the root folder.
     """
     text, size = split_size(spec)
     name, *rest = text.split("/")
@@ -48,12 +52,12 @@ def load_source(spec: str, root: Path, *, on_bad: OnBad = "error", progress: Pro
     if entry is not None and (not rest or entry.role == "in-c"):
         return load_entry(entry, root, size=size, part=_part(spec, rest), on_bad=on_bad, progress=progress)
     for path, px in ((Path(spec), None), (Path(text), size)):
-        if path.is_dir() or (path.is_file() and path.suffix == ".npz"):
-            return _load_path(path, root, px, on_bad, progress)
+        if path.is_dir() or (path.is_file() and path.suffix in (".npz", ".csv")):
+            return _load_path(path, root, sites, px, on_bad, progress)
     if ":" not in spec:
         raise InputError(
-            f"unknown data set {spec!r}; known are {', '.join(SOURCES)}, a folder of images, an .npz file, "
-            f"or file.py:function."
+            f"unknown data set {spec!r}; known are {', '.join(SOURCES)}, a folder of images, an .npz or "
+            f".csv file, or file.py:function."
         )
     load = load_object(spec, "data set")
     if not callable(load):
@@ -124,14 +128,29 @@ def _part(spec: str, rest: list[str]) -> tuple[str | None, int | None]:
     return (rest[0] if rest else None, int(rest[1]) if len(rest) == 2 else None)
 
 
-def _load_path(path: Path, root: Path, size: int | None, on_bad: OnBad, progress: Progress | None) -> ImageStore:
-    reader = read_tree if path.is_dir() else read_npz
+def _load_path(
+    path: Path, root: Path, sites: str, size: int | None, on_bad: OnBad, progress: Progress | None
+) -> ImageStore:
+    reader: Callable[..., ImageStore]
+    if path.is_dir():
+        if sites not in ("", "folder"):
+            raise InputError(f"sites = {sites!r} names a column, but {path} is a folder; 'folder' is possible.")
+        reader = read_sites if sites else read_tree
+    elif path.suffix == ".csv":
+        reader = partial(read_table, site=sites)
+    elif sites:
+        raise InputError(f"sites = {sites!r} is not possible for {path}: an .npz has its sites in the array domains.")
+    else:
+        reader = read_npz
 
     def read(skipped: list[str]) -> ImageStore:
         store = reader(path, size=size, on_bad=on_bad, progress=progress, skipped=skipped)
         return store if store.name else replace(store, name=path.stem)
 
-    return cached(root, path.resolve().stem, (path.resolve(),), {"kind": "path", "size": size, "on_bad": on_bad}, read)
+    place = path.resolve()
+    parts = (place,) if path.suffix != ".csv" else (place, place.parent)  # the images that a table names lie below it
+    options = {"kind": "path", "size": size, "on_bad": on_bad, "sites": sites}
+    return cached(root, place.stem, parts, options, read)
 
 
 def _embedded(name: str) -> ImageStore:
