@@ -1,0 +1,60 @@
+"""The presets name everything that decides a result, and their partitions can be made."""
+
+import tomllib
+from importlib import resources
+
+import pytest
+import torch
+
+from foogd.data.partition import dirichlet, follow
+from foogd.methods import method_names
+from foogd.settings import preset_names, read_preset, resolve
+
+PAPER = ("cifar10", "cifar100", "tinyimagenet", "pacs")
+
+
+def test_the_presets_of_the_paper_are_there():
+    assert {*PAPER, "demo"} <= set(preset_names())
+
+
+@pytest.mark.parametrize("method", method_names())
+@pytest.mark.parametrize("preset", preset_names())
+def test_every_preset_fits_every_method(preset, method):
+    config, built = resolve(read_preset(preset), {"method": method})
+    assert config.method == method
+    assert built is not None
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_a_preset_names_what_decides_a_result(preset):
+    text = (resources.files("foogd") / "presets" / f"{preset}.toml").read_text()
+    named = tomllib.loads(text)
+    needed = {"data", "out", "corruptions", "clients", "partition", "participation", "backbone", "rounds",
+              "local_epochs", "batch_size", "lr", "momentum", "weight_decay", "flip", "crop", "detectors",
+              "eval_every"}  # fmt: skip
+    assert needed <= named.keys()
+    assert named["foogd"]["profile"] == "fixed"
+
+
+@pytest.mark.parametrize("preset", PAPER)
+def test_the_papers_settings(preset):
+    config, method = resolve(read_preset(preset), {"method": "fedavg+foogd"})
+    assert (config.rounds, config.local_epochs, config.batch_size) == (100, 5, 128)
+    assert (config.lr, config.momentum, config.weight_decay) == (0.1, 0.9, 5e-4)
+    assert (method.lambda_m, method.lambda_a) == (0.5, 0.05)
+    assert config.clients == (3 if preset == "pacs" else 10)
+    assert config.backbone == ("wrn40-2" if preset.startswith("cifar") else "resnet18")
+
+
+@pytest.mark.parametrize("clients", [5, 10, 20, 50])
+@pytest.mark.parametrize("alpha", [0.1, 0.5, 5.0])
+def test_partitions_of_the_papers_sizes(alpha, clients):
+    labels = torch.arange(10).repeat(5000)
+    parts = dirichlet(labels, clients=clients, alpha=alpha, seed=21, min_size=2)
+    assert torch.equal(torch.cat(list(parts)).sort().values, torch.arange(50_000))
+    test = follow(torch.arange(10).repeat(1000), parts.proportions, 21)
+    assert sum(len(part) for part in test) == 10_000
+    for own, mine in zip(parts, test, strict=True):
+        wanted = torch.bincount(labels[own], minlength=10) / 5
+        found = torch.bincount(torch.arange(10).repeat(1000)[mine], minlength=10)
+        assert (wanted - found).abs().max() <= 1.5
