@@ -25,7 +25,7 @@ $(BIN)/.dev: $(BIN)/foogd
 	$(PIP) -e ".[dev]"
 	@touch $@
 
-demo: $(BIN)/foogd          ## train four methods on the embedded data and print one table
+demo: $(BIN)/foogd          ## train the methods on the embedded data and print one table
 	$(BIN)/foogd demo --out $(OUT)
 
 demo-seeds: $(BIN)/foogd    ## the same table over three seeds

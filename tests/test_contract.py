@@ -1,7 +1,13 @@
-"""Every method and every detector of the package obeys its contract."""
+"""Every method and every detector of the package obeys its contract, and the contract catches those that do not."""
+
+from dataclasses import dataclass
+from typing import final
 
 import pytest
+import torch
+from torch.nn.functional import cross_entropy
 
+from foogd import FedRoD, Method
 from foogd.detect import DETECTORS
 from foogd.methods import PROFILES, make_method, method_names
 from foogd.methods.foogd import FOOGD
@@ -22,3 +28,121 @@ def test_profiles_of_foogd_obey_the_contract(profile):
 @pytest.mark.parametrize("name", DETECTORS)
 def test_detectors_obey_the_contract(name):
     check_detector(DETECTORS[name])
+
+
+def test_a_plain_function_is_a_detector():
+    check_detector(lambda output: -output.logits.max(1).values)
+    with pytest.raises(AssertionError, match="larger must mean more OUT"):
+        check_detector(lambda output: output.logits.max(1).values)
+    with pytest.raises(AssertionError, match="rest of the batch"):
+        check_detector(lambda output: output.logits.mean() - output.logits.max(1).values)
+
+
+@dataclass(frozen=True)
+class Broken(Method):
+    """A method to break in one way at a time."""
+
+    def losses(self, nets, batch, ctx):
+        return {"model": cross_entropy(nets["head"](batch.z), batch.y)}
+
+
+@final
+@dataclass(frozen=True)
+class Peeking(Broken):
+    def losses(self, nets, batch, ctx):
+        loss = cross_entropy(nets["head"](batch.z), batch.y)
+        return {"model": loss * (2.0 if loss.item() > 1 else 1.0)}
+
+
+@final
+@dataclass(frozen=True)
+class Reaching(Broken):
+    @property
+    def groups(self):
+        return {"body": ("backbone",), "model": ("head",)}
+
+    def losses(self, nets, batch, ctx):
+        loss = cross_entropy(nets["head"](batch.z), batch.y)
+        return {"model": loss, "body": loss}
+
+
+@final
+@dataclass(frozen=True)
+class Exploding(Broken):
+    def losses(self, nets, batch, ctx):
+        return {"model": nets["head"](batch.z).sum() * float("inf")}
+
+
+@final
+@dataclass(frozen=True)
+class Vector(Broken):
+    def losses(self, nets, batch, ctx):
+        return {"model": cross_entropy(nets["head"](batch.z), batch.y, reduction="none")}
+
+
+@final
+@dataclass(frozen=True)
+class Unseeded(Broken):
+    def losses(self, nets, batch, ctx):
+        noise = torch.rand((), generator=None if batch.x.is_meta else CARELESS, device=batch.x.device)
+        return {"model": cross_entropy(nets["head"](batch.z), batch.y) * (1 + noise)}
+
+
+CARELESS = torch.Generator()
+
+
+@final
+@dataclass(frozen=True)
+class Lazy(Broken):
+    def losses(self, nets, batch, ctx):
+        return {"model": cross_entropy(nets["head"](batch.z), batch.y) * 1e-9}
+
+
+@final
+@dataclass(frozen=True)
+class Talking(Broken):
+    """Uploads what should stay private."""
+
+    @property
+    def groups(self):
+        return {"model": ("backbone", "head"), "personal": ("personal_head",)}
+
+    def build(self, backbone, num_classes, rng):
+        return FedRoD().build(backbone, num_classes, rng)
+
+    def personal(self, name):
+        return name.startswith("personal_head.")
+
+    def losses(self, nets, batch, ctx):
+        return FedRoD().losses(nets, batch, ctx)
+
+    def finish(self, nets, batches, ctx):
+        return {"head": nets["personal_head"].weight.clone()}, {}
+
+
+@final
+@dataclass(frozen=True)
+class Orphan(Broken):
+    def build(self, backbone, num_classes, rng):
+        nets = super().build(backbone, num_classes, rng)
+        nets["spare"] = torch.nn.Linear(2, 2)
+        return nets
+
+
+@pytest.mark.parametrize(
+    ("method", "sentence"),
+    [
+        (Peeking(), "look at a value"),
+        (Reaching(), "reaches the nets of"),
+        (Exploding(), "loss of 'model' is"),
+        (Vector(), "must be a scalar"),
+        (Unseeded(), "depends on who trained before"),
+        (Lazy(), "accuracy"),
+        (Talking(), "private values travel in the upload 'head'"),
+        (Orphan(), "'spare' must be in a group"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Method) else "",
+)
+def test_the_contract_says_what_is_broken(method, sentence):
+    with pytest.raises(AssertionError, match=sentence):
+        check_method(method)

@@ -150,7 +150,10 @@ def test_bad_updates_are_refused_with_a_reason(change, word):
 def test_a_bad_upload_or_weight_is_refused():
     server = ServerState(torch.zeros(3))
     assert "feature" in refusal(Update(0, 1.0, torch.zeros(3), extra={"feature": torch.tensor([math.nan])}), server)
-    assert "weight" in refusal(Update(0, 0.0, torch.zeros(3)), server)
+    for weight in (0.0, -1.0, math.inf, math.nan):
+        assert "weight" in refusal(Update(0, weight, torch.zeros(3)), server)
+    counted = replace(server, integers={"steps": torch.zeros((), dtype=torch.int64)})
+    assert "integer" in refusal(Update(0, 1.0, torch.zeros(3), integers={"other": torch.zeros(())}), counted)
 
 
 @final
@@ -185,6 +188,34 @@ def test_a_poisoned_update_counts_for_nothing_and_the_rest_goes_on(federation, c
     honest = EagerEngine(FedRoD(), without, config)
     alone = run_round(honest, initial_state(honest), 0)
     assert torch.equal(result.state.server.shared, alone.state.server.shared)
+
+
+@final
+@dataclass(frozen=True)
+class Exploding(Method):
+    """Private values that are not finite after a step, while what travels is."""
+
+    @property
+    def groups(self):
+        return {"model": ("backbone", "head"), "personal": ("personal_head",)}
+
+    def build(self, backbone, num_classes, rng):
+        return FedRoD().build(backbone, num_classes, rng)
+
+    def personal(self, name):
+        return name.startswith("personal_head.")
+
+    def losses(self, nets, batch, ctx):
+        return {**FedRoD().losses(nets, batch, ctx), "personal": nets["personal_head"].weight.sum() * math.inf}
+
+
+def test_private_values_that_are_not_finite_are_not_kept(federation, config):
+    engine = EagerEngine(Exploding(), federation, config)
+    start = initial_state(engine)
+    result = run_round(engine, start, 0)
+    assert set(result.refused) == {0, 1, 2}
+    assert "private values" in result.refused[0]
+    assert all(torch.isfinite(client.personal).all() for client in result.state.clients)
 
 
 def test_a_round_in_which_all_are_refused_changes_nothing(federation, config):
@@ -445,6 +476,8 @@ def test_a_run_state_starts_from_given_values(federation, config):
     start = initial_state(engine, values)
     assert isinstance(start, RunState)
     assert torch.equal(start.server.shared, finished.state.server.shared)
+    with pytest.raises(InputError, match="for the command line"):
+        next(simulate(FedAvg(), federation, replace(config, init="runs/a")))
     with pytest.raises(InputError, match="same backbone"):
         initial_state(engine, {"head.weight": values["head.weight"]})
     name = next(name for name in values if name.startswith("backbone."))

@@ -13,10 +13,11 @@ from foogd import FOOGD, Config, FedAvg, FedRoD, InputError, Method, simulate
 from foogd.engine.batches import BatchMaker
 from foogd.engine.eager import EagerEngine, build_nets
 from foogd.engine.rng import Streams
-from foogd.methods import PROFILES, make_method, method_fields, method_names, method_settings
+from foogd.methods import PROFILES, make_method, method_fields, method_names, method_settings, profile
 from foogd.nets.score import ScoreNet
 from foogd.simulate import initial_state, run_round
-from foogd.types import Batch, Context
+from foogd.testing import check_method
+from foogd.types import Batch, Context, Phase
 
 
 def last(method, federation, config):
@@ -140,6 +141,47 @@ def test_with_a_fixed_base_only_the_score_network_moves(federation, config):
     assert result.state.server.integers.keys() == start.server.integers.keys()
     for name, value in result.state.server.integers.items():
         assert torch.equal(value, start.server.integers[name]), name
+
+
+@final
+@dataclass(frozen=True)
+class TwoPhases(Method):
+    """A base with groups of other names, of which the second phase trains one only."""
+
+    @property
+    def groups(self):
+        return {"body": ("backbone",), "top": ("head",)}
+
+    def phases(self, round, rounds, epochs):
+        return (Phase(("body", "top"), epochs), Phase(("top",), 1))
+
+    def losses(self, nets, batch, ctx):
+        loss = cross_entropy(nets["head"](batch.z), batch.y)
+        top = cross_entropy(nets["head"](batch.z.detach()), batch.y)
+        body = cross_entropy(torch.func.functional_call(nets["head"], _detached(nets["head"]), (batch.z,)), batch.y)
+        assert loss.shape == ()
+        return {"body": body, "top": top} if "body" in ctx.groups else {"top": top}
+
+
+def _detached(net):
+    return {name: value.detach() for name, value in net.state_dict(keep_vars=True).items()}
+
+
+def test_foogd_wraps_a_base_with_phases_and_other_groups(federation, config):
+    check_method(FOOGD(TwoPhases()))
+    plain, _ = named(TwoPhases(), federation, config)
+    wrapped, _ = named(FOOGD(TwoPhases(), lambda_a=0.0, ce_on="ori"), federation, config)
+    assert all(torch.equal(value, wrapped[name]) for name, value in plain.items())
+    moved, _ = named(FOOGD(TwoPhases(), ce_on="ori"), federation, config)
+    assert not torch.equal(plain["backbone.stages.0.0.weight"], moved["backbone.stages.0.0.weight"])
+
+
+@pytest.mark.parametrize("ce_on", ["ori", "both"])
+def test_a_base_with_two_views_of_its_own_keeps_them(ce_on, federation, config):
+    base = FedAvg(views=2)
+    plain, _ = named(base, federation, config)
+    wrapped, _ = named(FOOGD(base, lambda_a=0.0, ce_on=ce_on), federation, config)
+    assert all(torch.equal(value, wrapped[name]) for name, value in plain.items())
 
 
 # FOOGD: its terms
@@ -313,9 +355,17 @@ def test_settings_rebuild_the_method(name):
     assert make_method(name, {key: value for key, value in method_settings(method).items() if key in known}) == method
 
 
+@pytest.mark.parametrize("name", PROFILES)
+def test_a_profile_can_be_used_from_python(name):
+    of_method, of_run = profile(name)
+    method, config = FOOGD(FedRoD(), **of_method), Config(**of_run)
+    assert all(getattr(method, key) == value for key, value in of_method.items())
+    assert all(getattr(config, key) == value for key, value in of_run.items())
+
+
 def test_profiles_name_settings_that_exist():
-    for profile in PROFILES.values():
-        for key in profile:
+    for values in PROFILES.values():
+        for key in values:
             assert key in FOOGD.__dataclass_fields__ or key in Config.__dataclass_fields__, key
 
 

@@ -55,7 +55,10 @@ def test_within_one_layer_a_value_beats_the_profile_whatever_their_order():
 def test_a_profile_on_the_command_line_beats_the_values_of_a_profile_in_the_preset():
     preset = {"method": "fedavg+foogd", "foogd": {"profile": "paper"}}
     assert resolve(preset, {})[1] == make_method("fedavg+foogd", PROFILES["paper"])
-    assert resolve(preset, {"profile": "released"})[1].dsm_target == "noise"
+    for one in PROFILES:
+        for two in PROFILES:
+            found = resolve({"method": "fedavg+foogd", "foogd": {"profile": one}}, {"profile": two})
+            assert found == resolve({"method": "fedavg+foogd"}, {"profile": two}), (one, two)
 
 
 def test_the_method_on_the_command_line_decides_which_settings_there_are():

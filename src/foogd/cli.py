@@ -236,8 +236,8 @@ def report_round(run: Run, result: RoundResult | Progressed, left: str) -> None:
 
 def show(report: Report) -> None:
     """The results on the screen."""
-    console.print(rich_table(report.headline()))
     console.print(rich_table(report.joint()))
+    console.print(rich_table(report.headline()))
 
 
 def rich_table(table: Table) -> RichTable:

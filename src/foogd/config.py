@@ -55,7 +55,7 @@ class Config:
     lr: float = setting(0.1, "learning rate of backbone and heads", gt=0.0)
     momentum: float = setting(0.9, "momentum of SGD", ge=0.0, lt=1.0)
     weight_decay: float = setting(5e-4, "weight decay", ge=0.0)
-    keep_momentum: bool = setting(False, "clients keep their momentum between rounds")
+    keep_momentum: bool = setting(False, "clients keep the momentum of SGD between rounds")
     flip: bool = setting(False, "random horizontal flips, the same for all methods")
     crop: int = setting(0, "random crops after padding by so many pixels, the same for all methods", ge=0)
     weighting: str = setting("samples", "weight of a client in the mean", choices=("samples", "batches"))

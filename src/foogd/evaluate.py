@@ -168,17 +168,18 @@ class Evaluator:
         purpose = f"{test.split}/{test.name}/{test.corruption}/{test.severity}"
         for client, output in self._outputs(test.store, test.indices, state, purpose):
             part = indices[client].to(output.logits.device)
+            if test.unseen:  # nobody's private head was made for this domain
+                output = Output(output.z, self._method.generic_logits(self._nets, output.z))
             if test.split != "out":
                 labels = test.store.labels[part.to(test.store.labels.device)].to(part.device)
                 correct[client] = (output.logits.argmax(1) == labels).cpu()
                 if self._private:
                     generic[client] = (self._method.generic_logits(self._nets, output.z).argmax(1) == labels).cpu()
-                    if test.unseen:  # nobody's private head was made for this domain
-                        correct[client] = generic[client]
             if common is not None and torch.equal(common[0], part):
                 own = common[1]
             else:
-                readout: Readout = self._method.readout(self._nets)
+                ask = self._method.generic_readout if test.unseen else self._method.readout
+                readout: Readout = ask(self._nets)
                 own = {name: detector(output, readout).cpu() for name, detector in detectors.items()}
             if not (self._private or self._method.adapts):
                 # Clients that share the model and see the same images, as in most OUT sets, share the scores too.

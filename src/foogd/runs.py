@@ -32,6 +32,7 @@ from .data.leaks import count_leaks
 from .data.sources import load_source
 from .data.store import ImageStore
 from .detect import Detector, resolve_detector
+from .engine.arena import Layout
 from .engine.eager import EagerEngine, resolve_device
 from .errors import InputError
 from .evaluate import Row, evaluate
@@ -121,14 +122,15 @@ class Run:
         quick = replace(self.config, corruptions=())  # corrupting the test images is the slow part
         engine = EagerEngine(self.method, make_federation(quick), quick)
         if self.config.init:
-            initial_state(engine, load_values(Path(self.config.init)))
+            self._start(engine)
 
     def fresh_state(self) -> RunState:
         """The state before the first round."""
-        init = None
-        if self.config.init:
-            init = load_values(Path(self.config.init))
-        return initial_state(self.engine, init)
+        return self._start(self.engine) if self.config.init else initial_state(self.engine)
+
+    def _start(self, engine: EagerEngine) -> RunState:
+        folder = Path(self.config.init)
+        return initial_state(engine, load_values(folder), load_private_values(folder))
 
     def state(self) -> RunState:
         """The state after the last finished round; the start weights are needed only before the first."""
@@ -168,7 +170,7 @@ class Run:
         for result in simulate(self.method, self.federation, self.config, self.engine, start=state):
             lines.append(_round_line(result))
             write_atomic(self.folder / ROUNDS, _jsonl(lines))
-            save_checkpoint(self.folder, result.state, self._layout())
+            save_checkpoint(self.folder, result.state, self.engine.layout)
             if self._due(result.round):
                 self._evaluate(result.state, self.detectors)
             yield result
@@ -236,10 +238,6 @@ class Run:
             *_section("Partition", partition_table(self.federation)),
         ]
         write_atomic(self.folder / SUMMARY, ("\n".join(text) + "\n").encode())
-
-    def _layout(self) -> list[list[Any]]:
-        slices = self.engine.layout.slices
-        return [[name, slices[name].offset, list(slices[name].shape)] for name in self.engine.layout.shared_names]
 
 
 def make_federation(config: Config) -> Federation:
@@ -429,7 +427,7 @@ def _toml_value(value: Any) -> str:
     raise InputError(f"{value!r} cannot be written to {CONFIG}: give it as a name or as file.py:fn")
 
 
-def save_checkpoint(folder: Path, state: RunState, layout: list[list[Any]]) -> None:
+def save_checkpoint(folder: Path, state: RunState, layout: Layout) -> None:
     """The state in one safetensors file; `state.json` names it and is written last."""
     from safetensors.torch import save
 
@@ -437,7 +435,13 @@ def save_checkpoint(folder: Path, state: RunState, layout: list[list[Any]]) -> N
     name = _checkpoint_name(state.server.round)
     checkpoint = folder / CHECKPOINT
     write_atomic(checkpoint / name, data)
-    about = {"round": state.server.round, "file": name, "sha256": hashlib.sha256(data).hexdigest(), "layout": layout}
+    about = {
+        "round": state.server.round,
+        "file": name,
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "layout": _places(layout, layout.shared_names),
+        "private_layout": _places(layout, layout.personal_names),
+    }
     write_atomic(checkpoint / STATE, json.dumps(about).encode())
     for old in checkpoint.glob("round-*.safetensors"):
         if old.name != name:
@@ -454,6 +458,26 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], int] | None:
     return None if saved is None else (saved[0], saved[1]["round"])
 
 
+def _places(layout: Layout, names: Sequence[str]) -> list[list[Any]]:
+    return [[name, layout.slices[name].offset, list(layout.slices[name].shape)] for name in names]
+
+
+def _named(row: Tensor, places: list[list[Any]]) -> dict[str, Tensor]:
+    sizes = {name: (offset, torch.Size(shape)) for name, offset, shape in places}
+    return {name: row[offset : offset + size.numel()].view(size) for name, (offset, size) in sizes.items()}
+
+
+def load_private_values(folder: Path) -> list[dict[str, Tensor]]:
+    """The private values of each client in a run's last checkpoint by name; [] where there are none."""
+    saved = _load_checkpoint(folder)
+    if saved is None:
+        raise InputError(f"{folder} has no finished round to start from")
+    tensors, about = saved
+    places = about.get("private_layout", [])
+    count = sum(name.startswith("client.") and name.endswith(".personal") for name in tensors)
+    return [_named(tensors[f"client.{client}.personal"], places) for client in range(count)] if places else []
+
+
 def load_values(folder: Path) -> dict[str, Tensor]:
     """The travelling values of a run's last checkpoint by name ("backbone.conv.weight")."""
     if not (folder / CONFIG).is_file():
@@ -462,10 +486,7 @@ def load_values(folder: Path) -> dict[str, Tensor]:
     if saved is None:
         raise InputError(f"{folder} has no finished round to start from")
     tensors, about = saved
-    row, values = tensors["server.shared"], {}
-    for name, offset, shape in about["layout"]:
-        size = torch.Size(shape)
-        values[name] = row[offset : offset + size.numel()].view(size)
+    values = _named(tensors["server.shared"], about["layout"])
     prefix = "server.integers."
     values |= {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
     return values
@@ -505,7 +526,8 @@ def read_checkpoint_state(path: Path) -> dict[str, Any]:
     round, layout = about.get("round"), about.get("layout")
     if type(round) is not int or round < 1 or about.get("file") != _checkpoint_name(round):
         raise InputError(f"{path} is damaged: it does not name a round and the file of that round")
-    if not isinstance(layout, list) or not all(_is_slice(entry) for entry in layout):
+    private = about.get("private_layout", [])
+    if not all(isinstance(rows, list) and all(_is_slice(entry) for entry in rows) for rows in (layout, private)):
         raise InputError(f"{path} is damaged: its layout is not a list of name, offset and shape")
     return about
 

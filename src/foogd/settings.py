@@ -76,8 +76,11 @@ def resolve(preset: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[Co
     known_method = method_fields(name)
     known_config = {item.name: item for item in fields(Config)}
     merged: dict[str, Any] = {}
-    for layer in (_flatten(preset, name), overrides):
-        merged |= _profile(layer, name)
+    flat = _flatten(preset, name)
+    for layer in (flat, overrides):
+        chosen = _profile(layer, name)
+        if layer is overrides or "profile" not in overrides:  # a profile of the user replaces the preset's
+            merged |= chosen
         merged |= {key: value for key, value in layer.items() if key != "profile"}
     merged["method"] = name
     known: dict[str, tuple[type, Field[Any]]] = {key: (Config, item) for key, item in known_config.items()}

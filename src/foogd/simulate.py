@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .config import Config
 from .data.federation import Federation
-from .engine.aggregate import WeightedMean, refusal
+from .engine.aggregate import WeightedMean, private_refusal, refusal
 from .engine.eager import EagerEngine, Engine
 from .engine.rng import Streams, generator
 from .errors import InputError
@@ -50,6 +50,8 @@ def simulate(
     start: RunState | None = None,
 ) -> Iterator[RoundResult]:
     """Train for `config.rounds` rounds, or for what is left of them from `start`; yields after each round."""
+    if config.init and start is None:
+        raise InputError(f"init = {config.init!r} is for the command line: give simulate a start (initial_state)")
     engine = engine or EagerEngine(method, federation, config)
     state = start or initial_state(engine)
     for round in range(state.server.round, config.rounds):
@@ -58,17 +60,28 @@ def simulate(
         yield result
 
 
-def initial_state(engine: Engine, init: Mapping[str, Tensor] | None = None) -> RunState:
-    """The start of a run; `init` replaces values of travelling nets by name, as from a finished run."""
+def initial_state(
+    engine: Engine, init: Mapping[str, Tensor] | None = None, private: Sequence[Mapping[str, Tensor]] = ()
+) -> RunState:
+    """The start of a run; `init` and `private` replace values by name, as from a finished run and its clients."""
     nets, layout, config = engine.nets(), engine.layout, engine.config
     if init is not None:
         _replace_values(nets.state_dict(), init)
     shared, personal, integers = layout.pack(nets)
+    rows = [personal.clone() for _ in engine.federation.train_indices]
+    if private and layout.personal_size:
+        if len(private) != len(rows):
+            found, here = len(private), len(rows)
+            raise InputError(f"the run to start from has private values of {found} clients, this one has {here}")
+        for row, values in zip(rows, private, strict=True):
+            for name, place in layout.named(shared, row).items():
+                if name in values and name in layout.personal_names:
+                    place.copy_(values[name])
     extra = engine.method.init_server(nets, Streams(config.seed, "server", "init", device=shared.device))
     clients = tuple(
         ClientState(
             id=client,
-            personal=personal.clone(),
+            personal=rows[client],
             indices=indices,
             class_counts=engine.federation.class_counts(client),
         )
@@ -124,7 +137,7 @@ def run_round(engine: Engine, state: RunState, round: int) -> RoundResult:
     bytes_up = 0
     for update in engine.train(server, participants, round):
         bytes_up += _bytes(update.shared, *update.extra.values(), *update.integers.values())
-        reason = refusal(update, server)
+        reason = refusal(update, server) or private_refusal(clients[update.client])
         if reason is None:
             fold.add(update)
             # The row and the counters have gone into the fold; memory must not grow with the number of clients.
@@ -173,7 +186,8 @@ def state_tensors(state: RunState) -> dict[str, Tensor]:
         tensors[f"client.{client.id}.personal"] = client.personal
         tensors |= {f"client.{client.id}.memory.{name}": value for name, value in client.memory.items()}
         tensors |= {f"client.{client.id}.optimiser.{name}": value for name, value in client.optimiser.items()}
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    # Copies: a file of tensors must not hold two that share memory.
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
 
 
 def restore_state(fresh: RunState, tensors: Mapping[str, Tensor], round: int) -> RunState:

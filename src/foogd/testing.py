@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from .config import Config
 from .data.federation import Federation
 from .data.synthetic import tiny_federation
-from .detect import Detector
+from .detect import Detector, FunctionDetector
 from .engine.batches import BatchMaker
 from .engine.eager import EagerEngine, build_nets
 from .engine.rng import Streams, generator
@@ -76,7 +76,7 @@ def _check_losses(method: Method, federation: Federation, config: Config) -> Non
         parameters = {g: [p for net in method.groups[g] for p in nets[net].parameters()] for g in phase.groups}
         for group, loss in losses.items():
             assert loss.shape == (), f"the loss of {group!r} has shape {tuple(loss.shape)}; it must be a scalar"
-            assert bool(torch.isfinite(loss)), f"the loss of {group!r} is {float(loss)}"
+            assert bool(torch.isfinite(loss)), f"the loss of {group!r} is {float(loss.detach())}"
             for other, wanted in parameters.items():
                 found = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
                 reached = any(g is not None and bool((g != 0).any()) for g in found)
@@ -113,29 +113,48 @@ def _check_meta(method: Method, federation: Federation, config: Config) -> None:
 
 
 def _check_travel(method: Method, engine: EagerEngine) -> None:
-    layout = engine.layout
-    values = engine.nets().state_dict()
-    for name, value in values.items():
-        if not value.is_floating_point():
-            continue
-        wanted = layout.personal_names if method.personal(name) else layout.shared_names
-        assert name in wanted, f"{name} is not in the row where it belongs"
+    layout, nets = engine.layout, engine.nets()
+    trained = {name for group in method.groups.values() for name in group}
+    for name in nets:
+        once = (name in trained) != (name in method.frozen)
+        assert once, f"net {name!r} must be in a group or frozen, and not in both"
+    for name, value in nets.state_dict().items():
+        if value.is_floating_point():
+            wanted = layout.personal_names if method.personal(name) else layout.shared_names
+            assert name in wanted, f"{name} is not in the row where it belongs"
     state = initial_state(engine)
     result = next(simulate(method, engine.federation, engine.config, engine, start=state))
     assert not result.refused, f"updates were refused: {dict(result.refused)}"
-    first = next(engine.train(state.server, [replace(state.clients[0])], 0))
-    assert first.shared.shape == (layout.shared_size,), "the update's row is not the shared row"
     for old, new in zip(state.clients, result.state.clients, strict=True):
         same = old.personal.data_ptr() == new.personal.data_ptr()
         assert not layout.personal_size or not same, "private values of a client were written into, not replaced"
+    # Without a local step, what a client sends may not change with what is private to it.
+    still = EagerEngine(method, engine.federation, replace(engine.config, local_epochs=0))
+    noise = torch.randn(layout.personal_size, generator=generator(0, "private"))
+    plain = next(still.train(state.server, [replace(state.clients[0])], 0))
+    other = next(still.train(state.server, [replace(state.clients[0], personal=noise)], 0))
+    assert torch.equal(plain.shared, other.shared), "private values travel in the row"
+    for name, value in plain.extra.items():
+        assert torch.equal(value, other.extra[name]), f"private values travel in the upload {name!r}"
 
 
 def _check_order(engine: EagerEngine) -> None:
     state = initial_state(engine)
-    one_way = {u.client: u for u in engine.train(state.server, [replace(c) for c in state.clients], 0)}
-    other_way = {u.client: u for u in engine.train(state.server, [replace(c) for c in reversed(state.clients)], 0)}
+    one, two = ([replace(client) for client in state.clients] for _ in range(2))
+    one_way = {update.client: update for update in engine.train(state.server, one, 0)}
+    other_way = {update.client: update for update in engine.train(state.server, list(reversed(two)), 0)}
     for client, update in one_way.items():
-        assert torch.equal(update.shared, other_way[client].shared), f"client {client} depends on who trained before it"
+        again = other_way[client]
+        for mine, other in ((update.extra, again.extra), (update.integers, again.integers)):
+            assert all(torch.equal(mine[name], other[name]) for name in mine), _depends(client)
+        assert torch.equal(update.shared, again.shared), _depends(client)
+        assert torch.equal(one[client].personal, two[client].personal), _depends(client)
+        memories = one[client].memory, two[client].memory
+        assert all(torch.equal(memories[0][name], memories[1][name]) for name in memories[0]), _depends(client)
+
+
+def _depends(client: int) -> str:
+    return f"client {client} depends on who trained before it"
 
 
 def _last(method: Method, federation: Federation, config: Config) -> RunState:
@@ -176,12 +195,14 @@ def _check_learning(method: Method, federation: Federation, config: Config) -> N
     assert right > 0.9, f"after {config.rounds} rounds on separable data the accuracy is {right:.3f}, not above 0.9"
 
 
-def check_detector(detector: Detector) -> None:
+def check_detector(detector: Detector | Callable[[Output], Tensor]) -> None:
     """Raise AssertionError with one sentence where `detector` breaks the contract.
 
     Larger scores for OUT on separable data (AUROC above 0.99), scores that do not depend on the other samples of the
     batch, and finite scores on extreme input.
     """
+    if not isinstance(detector, Detector):
+        detector = FunctionDetector(detector)
     known, labels, unknown, readout = _separable_outputs()
     for _ in range(detector.passes):
         detector = detector.fit(detector.statistics(known, labels, readout))

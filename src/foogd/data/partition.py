@@ -103,7 +103,7 @@ def follow(
 ) -> Partition:
     """Each class shuffled and cut in the given proportions; largest remainders get what rounding down leaves."""
     y = _labels(labels)
-    shares = proportions.detach().cpu().double().numpy()
+    shares = torch.as_tensor(proportions).detach().cpu().double().numpy()
     totals = np.bincount(y, minlength=shares.shape[1])
     if len(totals) > shares.shape[1]:
         raise InputError(f"labels go up to {len(totals) - 1}; the proportions cover {shares.shape[1]} classes.")

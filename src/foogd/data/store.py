@@ -20,7 +20,7 @@ from ..errors import InputError
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, UInt8
 
-_CHUNK = 4096  # images that statistics widen at a time, so that memory stays small
+_CHUNK = 2**23  # values that statistics widen at a time, so that memory stays small
 
 
 @final
@@ -111,7 +111,7 @@ class ImageStore:
         """Mean and standard deviation of each channel over all images in [0, 1], the same on every device."""
         channels = self.shape[0]
         first, second = torch.zeros(2, channels, dtype=torch.int64, device=self.images.device)
-        for chunk in torch.split(self.images, _CHUNK):
+        for chunk in torch.split(self.images, max(1, _CHUNK // self.images[0].numel())):
             values = chunk.reshape(-1, channels).long()
             first, second = first + values.sum(0), second + (values * values).sum(0)  # integers: no rounding
         count = self.images.numel() // channels

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Protocol, final
 
 import torch
 
-from ..types import ServerState, Update
+from ..types import ClientState, ServerState, Update
 from .arena import Layout
 
 
@@ -23,14 +24,26 @@ def refusal(update: Update, server: ServerState) -> str | None:
     for name, value in update.extra.items():
         if value.is_floating_point() and not _all_finite(value):
             return f"its upload {name!r} has values that are not finite"
-    if not update.weight > 0:
+    if not (math.isfinite(update.weight) and update.weight > 0):
         return f"its weight is {update.weight}"
+    mine = {name: tuple(value.shape) for name, value in update.integers.items()}
+    if server.integers and mine != {name: tuple(value.shape) for name, value in server.integers.items()}:
+        return "its integer buffers are not those of the server"
     return None
 
 
 def _all_finite(values: torch.Tensor) -> bool:
     # A sum is finite only where every term is, and takes a tenth of the time; one that overflows proves nothing.
     return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
+
+
+def private_refusal(client: ClientState) -> str | None:
+    """Why what a client would keep for itself may not be kept, or None."""
+    kept = {"private values": client.personal} | client.memory | client.optimiser
+    for name, value in kept.items():
+        if value.is_floating_point() and not _all_finite(value):
+            return f"its {name} are not finite"
+    return None
 
 
 class Fold(Protocol):

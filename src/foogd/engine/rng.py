@@ -40,5 +40,5 @@ class Streams:
 def with_seed(stream: torch.Generator, make: Callable[[], T]) -> T:
     """`make()` with torch's global generator seeded from `stream` and restored: for modules that draw their start."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(stream.initial_seed())
+        torch.default_generator.manual_seed(stream.initial_seed())  # the CPU's only: modules start on the CPU
         return make()

@@ -11,7 +11,7 @@ from ..plugins import load_object
 from .base import Method
 from .fedavg import FedAvg
 from .fedrod import FedRoD
-from .foogd import FOOGD, PROFILES
+from .foogd import FOOGD, PROFILES, profile
 
 METHODS: dict[str, type[Method]] = {"fedavg": FedAvg, "fedrod": FedRoD}
 """Base methods by their name on the command line."""
@@ -29,6 +29,7 @@ __all__ = [
     "method_fields",
     "method_names",
     "method_settings",
+    "profile",
 ]
 
 

@@ -119,6 +119,10 @@ class Method(ABC):
         """What detectors may ask of the model."""
         return linear_readout(lambda z: self.logits(nets, z), nets["head"])
 
+    def generic_readout(self, nets: Nets) -> Readout:
+        """What detectors may ask of the model that has no private nets."""
+        return self.readout(nets)
+
     def predictor(self, nets: Nets, ctx: Context) -> Callable[[Tensor], Output]:
         """A function from normalised images to features and logits; state for test-time adaptation lives in it."""
 

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from ..functional import balanced_softmax
 from ..types import Batch, Context, Nets, Readout, Rng, both_views
-from .base import Method, linear_head
+from .base import Method, linear_head, linear_readout
 
 
 @final
@@ -63,3 +63,6 @@ class FedRoD(Method):
             weight=(generic.weight + private.weight).detach(),
             bias=(generic.bias + private.bias).detach(),
         )
+
+    def generic_readout(self, nets: Nets) -> Readout:
+        return linear_readout(lambda z: self.generic_logits(nets, z), nets["head"])

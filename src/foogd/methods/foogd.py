@@ -28,6 +28,7 @@ from ..types import (
     Phase,
     Readout,
     Rng,
+    Score,
     ServerState,
     Survey,
     both_views,
@@ -43,7 +44,7 @@ class FOOGD(Method):
 
     base: Method = field(default_factory=FedAvg)
     lambda_m: float = field(default=0.5, metadata={"ge": 0.0, "le": 1.0, "help": "MMD share of the score loss, Eq. 8"})
-    lambda_a: float = field(default=0.05, metadata={"ge": 0.0, "help": "weight of the Stein term, Eq. 12"})
+    lambda_a: float = field(default=0.05, metadata={"ge": 0.0, "help": "weight of sigma^ksd_power KSD, Eq. 12"})
     ce_on: str = field(default="both", metadata={"choices": ("ori", "both"), "help": "which views the base loss sees"})
     train_base: bool = field(default=True, metadata={"help": "false: only the score network learns"})
 
@@ -95,7 +96,7 @@ class FOOGD(Method):
         # The neutral element needs no second view: then the base method sees what it sees alone, bit for bit.
         if not self.train_base:
             return 1
-        return 2 if self.lambda_a > 0 or self.ce_on == "both" else 1
+        return 2 if self.lambda_a > 0 or self.ce_on == "both" else self.base.views
 
     def build(self, backbone: nn.Module, num_classes: int, rng: Rng) -> Nets:
         nets = self.base.build(backbone, num_classes, rng)
@@ -119,9 +120,14 @@ class FOOGD(Method):
             return (Phase(("score",), epochs),)
         # The score network learns whenever the features that it describes do.
         return tuple(
-            Phase((*phase.groups, "score") if "model" in phase.groups else phase.groups, phase.epochs)
+            Phase((*phase.groups, "score") if self.body in phase.groups else phase.groups, phase.epochs)
             for phase in self.base.phases(round, rounds, epochs)
         )
+
+    @property
+    def body(self) -> str:
+        """The base's group that trains the backbone; the Stein term joins its loss."""
+        return next(group for group, nets in self.base.groups.items() if "backbone" in nets)
 
     def view(self, x: Tensor, partner: Tensor, rng: Rng) -> Tensor:
         if self.view_clip == 255:
@@ -144,14 +150,20 @@ class FOOGD(Method):
         assert isinstance(score, ScoreNet)
         losses: dict[str, Tensor] = {}
         if self.train_base:
-            seen = both_views(batch) if self.ce_on == "both" else batch._replace(x_hat=None, z_hat=None)
-            losses.update(self.base.losses(nets, seen, ctx))
-            if self.lambda_a > 0:  # a term of weight 0 is left out, not added as 0·x: 0·nan is nan
-                losses["model"] = losses["model"] + self.lambda_a * self.stein(score, batch)
-        z = self.clean_features(nets, batch)
-        score.observe(z)
-        losses["score"] = self.sm3d(score, score.scale(z), ctx)
+            losses.update(self.base.losses(nets, self.seen_by_base(batch), ctx))
+            if self.lambda_a > 0 and self.body in losses:  # a term of weight 0 is left out, not added: 0·nan is nan
+                losses[self.body] = losses[self.body] + self.lambda_a * self.stein(score, batch)
+        if "score" in ctx.groups:
+            z = self.clean_features(nets, batch)
+            score.observe(z)
+            losses["score"] = self.sm3d(score, score.scale(z), ctx)
         return losses
+
+    def seen_by_base(self, batch: Batch) -> Batch:
+        """The batch as the base's loss gets it; a base with two views of its own gets both as they are."""
+        if self.base.views == 2:
+            return batch
+        return both_views(batch) if self.ce_on == "both" else batch._replace(x_hat=None, z_hat=None)
 
     def stein(self, score: ScoreNet, batch: Batch) -> Tensor:
         """sigma^p·KSD of the augmented features under the score, Eq. 11; it never reaches the score network.
@@ -213,7 +225,8 @@ class FOOGD(Method):
         nets["backbone"].train()
         return z
 
-    def readout(self, nets: Nets) -> Readout:
+    def score_of(self, nets: Nets) -> Score:
+        """z ↦ s(z) at the level for detection, or at another one."""
         score = nets["score"]
         assert isinstance(score, ScoreNet)
 
@@ -221,7 +234,13 @@ class FOOGD(Method):
             out: Tensor = score(score.scale(z), self.sigma if sigma is None else sigma)
             return out
 
-        return replace(self.base.readout(nets), score=at)
+        return at
+
+    def readout(self, nets: Nets) -> Readout:
+        return replace(self.base.readout(nets), score=self.score_of(nets))
+
+    def generic_readout(self, nets: Nets) -> Readout:
+        return replace(self.base.generic_readout(nets), score=self.score_of(nets))
 
     # The rest is the base method's.
     @property
@@ -264,15 +283,16 @@ class FOOGD(Method):
 
 PROFILES: Mapping[str, Mapping[str, Any]] = {
     # What the equations mean: the target is the score, both samples of the Stein term are augmented, the Langevin
-    # step fits the scale of the features, detection and training see the same (eval) features, and Adam makes the
-    # score network's learning independent of the scale of its loss.
+    # step fits the scale of the features, detection and training see the same (eval) features. Two things are ours:
+    # the Stein term is weighted by sigma² as DSM is, and Adam makes the score network's learning independent of the
+    # scale of its loss; docs/results.md shows what both change.
     "fixed": {},
     # The text as printed: cross-entropy on originals (Alg. 3), one sigma, one Gaussian kernel, raw features, DSM
     # without a weight (Eq. 4). Sigma and the Langevin step are not printed; 0.1 is our choice.
     "paper": {
         "ce_on": "ori",
         "standardise": False,
-        "conditioned": False,
+        "conditioned": False,  # with one sigma, s(z, sigma) is a function of z
         "sigma_levels": 1,
         "anneal_power": 0.0,
         "mmd_kernels": 1,
@@ -310,3 +330,10 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Flat settings by profile: those of the method, and for `released` also those of the run."""
+
+
+def profile(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A profile's settings of the method and of the run: `FOOGD(base, **of_method)`, `Config(**of_run)`."""
+    values = PROFILES[name]
+    own = {key: value for key, value in values.items() if key in FOOGD.__dataclass_fields__}
+    return own, {key: value for key, value in values.items() if key not in own}
