@@ -12,7 +12,7 @@ import torch
 from foogd.cli import main
 from foogd.detect import DETECTORS
 from foogd.methods import PROFILES, method_names
-from foogd.runs import load_checkpoint, load_values, read_rows
+from foogd.runs import load_checkpoint, load_private_values, load_values, read_rows
 
 MINE = """
 from dataclasses import dataclass
@@ -257,6 +257,22 @@ def test_a_frozen_start_stays_as_it_was_while_the_score_network_learns(run):
     assert not torch.equal(base_values(start)["head.weight"], base_values(trained)["head.weight"])
 
 
+def test_a_start_brings_the_private_heads_along(run):
+    start = run("start", "fedrod", "--seed", "1")
+    frozen = run("frozen", "fedrod+foogd", "--init", "start", "--seed", "1", "--set", "train_base=false")
+    heads = [load_private_values(folder) for folder in (start, frozen)]
+    assert len(heads[0]) == 3
+    for one, two in zip(*heads, strict=True):
+        assert_equal(one, two)
+    assert any(bool((values["personal_head.weight"] != 0).any()) for values in heads[0])
+    accuracy = [
+        {row.client: row.value for row in read_rows(folder) if (row.metric, row.split) == ("accuracy", "in")}
+        for folder in (start, frozen)
+    ]
+    assert accuracy[0] == accuracy[1]
+    assert load_private_values(run("plain", "fedavg")) == []
+
+
 @pytest.mark.parametrize("profile", PROFILES)
 def test_every_profile_runs_end_to_end(run, profile):
     folder = run("a", "fedavg+foogd", "--set", f"profile={profile}")
@@ -475,7 +491,8 @@ FOOGD = (*TRY[:-1], "fedavg+foogd")
         # clients
         ([*TRY, "--set", "clients=1000"], ["1000", "clients"]),
         ([*TRY, "--set", "clients=45"], ["45", "clients"]),
-        ([*TRY, "--set", "clients=0"], ["clients = 0", "at least 1"]),
+        ([*TRY, "--set", "clients=0"], ["clients is 0", "at least 1"]),
+        ([*TRY, "--set", "clients=-1"], ["clients = -1", "at least 0"]),
         ([*TRY, "--set", "partition=pathological", "--set", "classes_per_client=9"], ["classes_per_client", "9"]),
         ([*TRY, "--set", "partition=by_domain"], ["domain"]),
         # folders

@@ -17,11 +17,11 @@ from torch.nn.functional import cross_entropy
 from foogd.config import Config
 from foogd.data.federation import Federation, TestSet, in_tests, out_tests
 from foogd.data.synthetic import tiny_federation
-from foogd.detect import MSP, Detector, Energy, ScoreNorm
+from foogd.detect import MSP, Detector, Energy, FunctionDetector, ScoreNorm
 from foogd.engine.eager import EagerEngine
 from foogd.evaluate import Row, evaluate
 from foogd.methods import FOOGD, FedAvg, FedRoD, Method
-from foogd.simulate import RunState, simulate
+from foogd.simulate import RunState, initial_state, simulate
 from foogd.types import Batch, Context, Nets, Output, Readout
 
 CLASSES = 4
@@ -582,3 +582,10 @@ def test_without_any_in_test_image_nothing_can_be_detected():
 def test_an_out_set_that_no_client_can_compare_with_its_in_images_has_no_row(missing):
     rows = evaluated([without(test, missing) if test.name == "negative" else test for test in federation().tests])
     assert {row.dataset for row in rows if row.split == "out"} == {"synthetic-out"}
+
+
+def test_scores_that_are_no_numbers_cost_only_their_own_rows(federation, config):
+    engine = EagerEngine(FedAvg(), federation, config)
+    broken = FunctionDetector(lambda output: output.logits[:, 0] * float("nan"))
+    rows = evaluate(engine, initial_state(engine), {"broken": broken, "msp": MSP()})
+    assert {row.detector for row in rows} == {None, "msp"}

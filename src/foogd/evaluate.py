@@ -213,6 +213,8 @@ def _detection_rows(blank: Row, answers: Sequence[_Answers]) -> Iterator[Row]:
         return
     shifted = [answer for answer in answers if answer.test.split == "in-c" and answer.correct]
     for detector, inside in clean.scores.items():
+        if any(bool(part.isnan().any()) for answer in answers for part in answer.scores[detector].values()):
+            continue  # a model that has diverged still has an accuracy, but no ranking
         base = replace(blank, detector=detector)
         sizes = {client: len(values) for client, values in inside.items()}
         taus = {client: threshold_at_tpr(values) for client, values in inside.items()}
