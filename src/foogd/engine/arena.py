@@ -105,19 +105,22 @@ class Layout:
                 if buffer is not None and prefix + name in views:
                     module._buffers[name] = views[prefix + name]
 
+    def integer_buffers(self, nets: nn.ModuleDict) -> dict[str, Tensor]:
+        """The nets' integer buffers themselves; `bind` leaves them where they are."""
+        values = dict(_values(nets))
+        return {name: values[name] for name in self.integer_names}
+
     def integers(self, nets: nn.ModuleDict) -> dict[str, Tensor]:
         """Copies of the nets' integer buffers."""
-        values = dict(_values(nets))
-        return {name: values[name].clone() for name in self.integer_names}
+        return {name: value.clone() for name, value in self.integer_buffers(nets).items()}
 
     def load_integers(self, nets: nn.ModuleDict, integers: Mapping[str, Tensor]) -> None:
         """Copy integer buffers into the nets."""
         if set(integers) != set(self.integer_names):
             different = ", ".join(sorted(set(integers) ^ set(self.integer_names)))
             raise InputError(f"the integer buffers of the model and of its stored state differ in: {different}.")
-        buffers = dict(_values(nets))
-        for name, value in integers.items():
-            buffers[name].copy_(value)
+        for name, buffer in self.integer_buffers(nets).items():
+            buffer.copy_(integers[name])
 
     def named(self, shared: Float[Tensor, " p"], personal: Float[Tensor, " q"] | None = None) -> dict[str, Tensor]:
         """Views into the rows by name, tied names on the same view; without `personal` only what travels."""

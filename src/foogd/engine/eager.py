@@ -71,6 +71,7 @@ class EagerEngine:
         self.layout = Layout.of(self._nets, method.personal)
         self._shared, self._personal, _ = self.layout.pack(self._nets)
         self.layout.bind(self._nets, self._shared, self._personal)
+        self._counters = self.layout.integer_buffers(self._nets)  # found once: the search takes as long as a copy
         self._received = copy.deepcopy(self._nets).requires_grad_(False).eval()
         self._received_shared: Tensor | None = None
         self._received_personal = self._personal.clone()
@@ -137,7 +138,7 @@ class EagerEngine:
             weight=self._weight(client),
             shared=self._shared.clone(),
             extra=extra,
-            integers=self.layout.integers(self._nets),
+            integers={name: counter.clone() for name, counter in self._counters.items()},
             losses={group: float(total) / steps[group] for group, total in totals.items()},
         )
 
@@ -145,7 +146,8 @@ class EagerEngine:
         """The server's values and the client's own in the nets, and what the client may know."""
         self._shared.copy_(server.shared)
         self._personal.copy_(client.personal)
-        self.layout.load_integers(self._nets, server.integers)
+        for name, counter in self._counters.items():
+            counter.copy_(server.integers[name])
         self._received_personal.copy_(client.personal)
         if self._received_shared is not server.shared:  # once a round, for binding takes as long as copying
             self.layout.bind(self._received, server.shared, self._received_personal)
