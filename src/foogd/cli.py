@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 
-from .cli_data import data_app
+from .cli_data import data_app, decode
 from .config import Config
 from .detect import DETECTORS
 from .errors import InputError
@@ -65,6 +65,8 @@ def run(
     overrides |= {key: value for key, value in named.items() if value is not None}
     config, built = resolve(read_preset(preset), overrides)
     folder = out or Path("runs") / f"{config.method.replace('/', '_')}-{config.seed}"
+    if not folder.exists():
+        decode(config)
     this = open_or_create(folder, config, built) if resume else Run.create(folder, config, built)
     with progress_bar() as progress:
         train(this, progress)

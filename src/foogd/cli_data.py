@@ -14,6 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TextCol
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
+from .config import Config
 from .data.cache import cache_folder, open_folder
 from .data.catalogue import CATALOGUE, Entry, Facts, locate
 from .data.fetch import adopt, fetch
@@ -189,6 +190,27 @@ def compare(name: str, store: ImageStore, facts: Facts) -> None:
     first = int(train[0])
     if facts.first_label is not None and first != facts.first_label:
         raise InputError(f"{name} has the label {first} at its first image; {facts.first_label} is known")
+
+
+def decode(config: Config) -> None:
+    """Decode what a run needs and the cache does not have yet, with progress; afterwards it opens at once."""
+    with bars(MofNCompleteColumn()) as progress:
+        start = reporter(progress)
+
+        def shown(name: str) -> Progress:
+            begun: list[Progress] = []  # a bar appears with the first image: what is cached needs none
+
+            def step(done: int, total: int) -> None:
+                if not begun:
+                    begun.append(start(name))
+                begun[0](done, total)
+
+            return step
+
+        for spec, sites in ((config.data, config.sites), *((name, "") for name in config.out)):
+            if ".py:" not in spec:  # a user's function makes its own images, and is asked once only
+                on_bad: OnBad = "skip" if config.on_bad == "skip" else "error"
+                load_source(spec, Path(config.data_root), sites=sites, on_bad=on_bad, progress=shown(spec))
 
 
 def bars(column: Any) -> RichProgress:
