@@ -257,6 +257,19 @@ def test_a_frozen_start_stays_as_it_was_while_the_score_network_learns(run):
     assert not torch.equal(base_values(start)["head.weight"], base_values(trained)["head.weight"])
 
 
+def test_a_detector_without_a_ranking_is_named(foogd, run):
+    Path("nan.py").write_text("def nothing(output):\n    return output.z.sum(1) * float('nan')\n")
+    words = ["run", "tiny.toml", "--method", "fedavg", "--out", "a", "--set", "detectors=msp,nan.py:nothing"]
+    code, printed, _ = foogd(*words)
+    folder = Path("a")
+    assert code == 0
+    sentence = "Detector nan.py:nothing has no rows: some of its scores are not numbers."
+    assert sentence in (folder / "summary.md").read_text()
+    assert sentence in printed
+    assert {row.detector for row in read_rows(folder)} == {None, "msp"}
+    assert "has no rows" not in (run("b", "fedavg") / "summary.md").read_text()  # score_norm does not apply there
+
+
 def test_a_start_brings_the_private_heads_along(run):
     start = run("start", "fedrod", "--seed", "1")
     frozen = run("frozen", "fedrod+foogd", "--init", "start", "--seed", "1", "--set", "train_base=false")

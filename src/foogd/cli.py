@@ -70,7 +70,10 @@ def run(
     this = open_or_create(folder, config, built) if resume else Run.create(folder, config, built)
     with progress_bar() as progress:
         train(this, progress)
-    show(Report.of(read_rows(folder)).last_round())
+    report = Report.of(read_rows(folder)).last_round()
+    show(report)
+    for sentence in this.unranked(report.rows):
+        console.print(sentence, highlight=False)
     console.print(f"Run folder: {escape(str(folder))}", highlight=False)
 
 

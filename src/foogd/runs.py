@@ -219,6 +219,12 @@ class Run:
             self.write_summary(read_rows(self.folder), lines)
         return found
 
+    def unranked(self, rows: Sequence[Row]) -> list[str]:
+        """A sentence for each detector that the method can serve but whose scores were no numbers."""
+        readout, ranked = self.method.readout(self.engine.nets()), {row.detector for row in rows}
+        silent = [name for name, detector in self.detectors.items() if detector.applies(readout) and name not in ranked]
+        return [f"Detector {name} has no rows: some of its scores are not numbers." for name in silent]
+
     def write_summary(self, rows: Sequence[Row], lines: Sequence[Mapping[str, Any]]) -> None:
         """`summary.md`: results, communication and what the run was."""
         report = Report.of(rows).last_round()
@@ -233,6 +239,7 @@ class Run:
             "",
             leaks_sentence(read_leaks(self.folder)),
             "",
+            *(line for sentence in self.unranked(report.rows) for line in (sentence, "")),
             *_section("Results", report.headline()),
             *_section("Joint view", report.joint()),
             *_section("Partition", partition_table(self.federation)),
