@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from foogd.data import augment
 from foogd.data.augment import flip_crop, fourier_mix, fourier_mix_released
 from foogd.engine.rng import Streams
 from foogd.errors import InputError
@@ -105,3 +106,15 @@ def test_flip_crop_repeats_with_its_seed_and_uses_one_stream_a_purpose():
     assert flip_crop(x.to("meta"), Streams(0), flip=True, pad=2).shape == x.shape
     with pytest.raises(InputError, match="pad"):
         flip_crop(x, Streams(0), flip=True, pad=-1)
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (28, 28), (15, 21), (16, 9), (1, 4)])
+def test_the_transform_by_matrix_products_is_the_fast_one(shape, rng):
+    x = torch.rand(3, 2, *shape, generator=rng, dtype=torch.float64)
+    spectrum = torch.fft.rfft2(x)
+    assert torch.allclose(augment._dft(x), spectrum, rtol=0, atol=1e-12 * x.numel())
+    filtered = spectrum * torch.rand(spectrum.shape, generator=rng, dtype=torch.float64)
+    wanted = torch.fft.irfft2(filtered, s=shape)
+    assert torch.allclose(augment._inverse_dft(filtered, *shape), wanted, rtol=0, atol=1e-12)
+    single = augment._inverse_dft(augment._dft(x.float()), *shape)
+    assert torch.allclose(single, x.float(), rtol=0, atol=1e-5)

@@ -4,28 +4,43 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
+from scipy.stats import multivariate_normal
+from sklearn.covariance import EmpiricalCovariance, ShrunkCovariance
+from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+from sklearn.neighbors import NearestNeighbors
 from torch import Tensor, nn
 
 from foogd.detect import (
     ASH,
     DETECTORS,
+    DICE,
+    KNN,
     MSP,
     Detector,
     Energy,
     FunctionDetector,
+    Gaussian,
     GradNorm,
+    Mahalanobis,
     MaxLogit,
+    ReAct,
     ScoreNorm,
+    ViM,
     resolve_detector,
 )
 from foogd.errors import InputError
+from foogd.fitted import histogram, histogram_percentile
 from foogd.metrics import auroc
 from foogd.plugins import load_object
+from foogd.testing import check_detector
 from foogd.types import Output, Readout
 
 CLASSES, D = 5, 40
@@ -54,8 +69,8 @@ def outputs(n: int = 60, seed: int = 0) -> Output:
 
 def separable() -> tuple[Output, Output]:
     """IN: the eight features of one class are active. OUT: eight features of all classes are, faintly."""
-    z_in = 0.02 * torch.rand(200, D, generator=stream(0))
-    for i in range(200):
+    z_in = 0.02 * torch.rand(400, D, generator=stream(0))
+    for i in range(400):
         c = i % CLASSES
         z_in[i, c * 8 : (c + 1) * 8] += 2.0
     z_out = 0.02 * torch.rand(200, D, generator=stream(1))
@@ -64,8 +79,28 @@ def separable() -> tuple[Output, Output]:
     return Output(z_in, head(z_in)), Output(z_out, head(z_out))
 
 
+def totals(detector: Detector, parts: Sequence[tuple[Output, Tensor, Readout]]) -> tuple[Detector, list[dict]]:
+    """The detector, fitted on the sums of all parts, and the sums of each pass."""
+    sums: list[dict[str, Tensor]] = []
+    for _ in range(detector.passes):
+        found = [detector.statistics(*part) for part in parts]
+        sums.append({key: sum(part[key] for part in found[1:]) + found[0][key] for key in found[0]})
+        detector = detector.fit(sums[-1])
+    return detector, sums
+
+
+def fitted(detector: Detector, data: Output, readout: Readout | None = None) -> Detector:
+    """Fitted on all data at once, with classes in turn."""
+    labels = torch.arange(len(data.z)) % CLASSES
+    return totals(detector, [(data, labels, readout or model())])[0]
+
+
 def all_detectors() -> list[Detector]:
-    return [*DETECTORS.values(), ASH("p", 60), ASH("s", 90), MSP(10.0), Energy(10.0)]
+    return [*DETECTORS.values(), ASH("s", 90), MSP(10.0), Energy(10.0)]
+
+
+def learning_detectors() -> list[Detector]:
+    return [detector for detector in DETECTORS.values() if detector.passes]
 
 
 def name_of(detector: Detector) -> str:
@@ -75,6 +110,7 @@ def name_of(detector: Detector) -> str:
 @pytest.mark.parametrize("detector", [d for d in all_detectors() if d != ScoreNorm()], ids=name_of)
 def test_larger_means_more_out(detector: Detector) -> None:
     inside, outside = separable()
+    detector = fitted(detector, inside)
     assert auroc(detector(inside, model()), detector(outside, model())) > 0.99
 
 
@@ -85,6 +121,7 @@ def test_the_score_norm_grows_away_from_the_mode() -> None:
 
 @pytest.mark.parametrize("detector", all_detectors(), ids=name_of)
 def test_a_score_belongs_to_its_image(detector: Detector) -> None:
+    detector = fitted(detector, outputs(90, seed=1))
     data, order = outputs(), torch.randperm(60, generator=stream(3))
     scores = detector(data, model())
     assert scores.shape == (60,)
@@ -96,6 +133,7 @@ def test_a_score_belongs_to_its_image(detector: Detector) -> None:
 
 @pytest.mark.parametrize("detector", all_detectors(), ids=name_of)
 def test_scores_are_finite_and_arguments_unchanged(detector: Detector) -> None:
+    detector = fitted(detector, outputs(90, seed=1))
     for z in (outputs().z * 1e4, torch.zeros(4, D), torch.full((4, D), 1e4), -outputs().z):
         data = Output(z, model().head(z) + torch.tensor([1e4, -1e4, 0.0, 0.0, 0.0]))
         before = data.z.clone(), data.logits.clone()
@@ -181,6 +219,7 @@ def test_ash_keeps_exactly_k_of_equal_entries() -> None:
 
 def test_the_default_ash_is_the_papers() -> None:
     assert DETECTORS["ash"] == ASH("b", 65)
+    assert (DETECTORS["ash_p"], DETECTORS["ash_s"]) == (ASH("p", 60), ASH("s", 95))
 
 
 @pytest.mark.parametrize(("variant", "percentile"), [("x", 65), ("p", -1), ("p", 100), ("b", math.nan)])
@@ -207,22 +246,54 @@ def test_score_norm_asks_for_its_noise_level() -> None:
 
 def test_detectors_say_whether_they_apply() -> None:
     plain = Readout(model().head)
-    assert [name for name, d in DETECTORS.items() if not d.applies(plain)] == ["score_norm"]
+    assert {name for name, d in DETECTORS.items() if not d.applies(plain)} == {"score_norm", "dice", "vim"}
     assert all(d.applies(model()) for d in DETECTORS.values())
-    assert {name for name, d in DETECTORS.items() if not d.applies(None)} == {"score_norm", "ash"}
+    heads = {"score_norm", "ash", "ash_p", "ash_s", "react", "dice", "vim"}
+    assert {name for name, d in DETECTORS.items() if not d.applies(None)} == heads
     for readout in (None, plain):
         with pytest.raises(InputError, match="score network"):
             ScoreNorm()(outputs(), readout)
-    with pytest.raises(InputError, match="head"):
-        ASH()(outputs())
+    for detector in (ASH(), *(fitted(d, outputs()) for d in (ReAct(), DICE(), ViM()))):
+        with pytest.raises(InputError, match=f"{type(detector).__name__} needs the model's head"):
+            detector(outputs())
+    for detector in (fitted(DICE(), outputs()), fitted(ViM(), outputs())):
+        with pytest.raises(InputError, match="needs the weights of a linear head"):
+            detector(outputs(), plain)
 
 
 def test_every_detector_describes_itself() -> None:
-    assert list(DETECTORS)[:6] == ["msp", "max_logit", "energy", "ash", "gradnorm", "score_norm"]
+    assert list(DETECTORS) == [
+        "msp", "max_logit", "energy", "ash", "ash_p", "ash_s", "react", "dice", "vim", "knn", "mahalanobis",
+        "gradnorm", "score_norm", "gaussian",
+    ]  # fmt: skip
     for detector in DETECTORS.values():
         assert detector.description
+        assert "\n" not in detector.description
         assert detector.paper
         assert detector.passes >= 0
+        assert detector.local == isinstance(detector, KNN)
+        learnt = [f.name for f in fields(detector) if "help" not in f.metadata]
+        assert bool(learnt) == bool(detector.passes)
+        assert all(getattr(detector, name) is None for name in learnt)
+
+
+@pytest.mark.parametrize(
+    ("make", "allowed"),
+    [
+        (lambda: MSP(0.0), "temperature of MSP is 0.0, but it must be above 0.0"),
+        (lambda: Energy(-1.0), "above 0.0"),
+        (lambda: ScoreNorm(sigma=0.0), "above 0.0"),
+        (lambda: ReAct(101.0), "percentile of ReAct is 101.0, but it must be at least 0.0 and at most 100.0"),
+        (lambda: DICE(100.0), "at least 0.0 and below 100.0"),
+        (lambda: ViM(1.0), "at least 0.0 and below 1.0"),
+        (lambda: KNN(0), "at least 1"),
+        (lambda: Mahalanobis(math.nan), "shrinkage of Mahalanobis is nan, but it must be at least 0.0 and at most 1.0"),
+        (lambda: Gaussian(-1e-6), "at least 0.0 and at most 1.0"),
+    ],
+)
+def test_settings_outside_of_their_limits_are_refused(make, allowed: str) -> None:
+    with pytest.raises(InputError, match=re.escape(allowed)):
+        make()
 
 
 def test_detectors_without_training_passes_need_no_fit() -> None:
@@ -231,6 +302,384 @@ def test_detectors_without_training_passes_need_no_fit() -> None:
         if detector.passes == 0:
             assert detector.statistics(data, torch.zeros(60, dtype=torch.long), model()) == {}
             assert detector.fit({}) is detector
+
+
+# ---------------------------------------------------------------------------------- detectors that learn from features
+
+
+def linear(seed: int = 0) -> Readout:
+    """A linear head in float64 with all its weights."""
+    weight = torch.randn(CLASSES, D, generator=stream(seed), dtype=torch.float64) / 4
+    bias = torch.randn(CLASSES, generator=stream(seed + 100), dtype=torch.float64)
+    return Readout(lambda z: z @ weight.T + bias, weight, bias)
+
+
+def features(n: int, seed: int = 0, readout: Readout | None = None) -> tuple[Output, Tensor]:
+    """Correlated features of both signs around class means far from 0, and their labels."""
+    draw = stream(seed)
+    axes = torch.linalg.qr(torch.randn(D, D, generator=stream(99), dtype=torch.float64)).Q
+    widths = torch.logspace(0.5, -1, D, dtype=torch.float64)
+    means = 2 * torch.randn(CLASSES, D, generator=stream(98), dtype=torch.float64)
+    labels = torch.randint(CLASSES, (n,), generator=draw)
+    z = 3 + means[labels] + torch.randn(n, D, generator=draw, dtype=torch.float64) * widths @ axes
+    return Output(z, (readout or linear()).head(z)), labels
+
+
+def cut(data: Output, labels: Tensor, sizes: Sequence[int], readout: Readout) -> list[tuple[Output, Tensor, Readout]]:
+    pieces = zip(data.z.split(list(sizes)), data.logits.split(list(sizes)), labels.split(list(sizes)), strict=True)
+    return [(Output(z, logits), y, readout) for z, logits, y in pieces]
+
+
+@pytest.mark.parametrize("detector", [d for d in learning_detectors() if not d.local], ids=name_of)
+def test_how_the_data_is_cut_does_not_matter(detector: Detector) -> None:
+    (data, labels), (test, _), readout = features(300), features(80, seed=1), linear()
+    whole, _ = totals(detector, [(data, labels, readout)])
+    expected = whole(test, readout)
+    for sizes in ([300], [1, 299], [150, 0, 150], [7] * 42 + [6]):
+        parts, _ = totals(detector, cut(data, labels, sizes, readout))
+        torch.testing.assert_close(parts(test, readout), expected, rtol=1e-10, atol=1e-10)
+    order = labels.argsort(stable=True)  # each client has one class
+    by_class = cut(Output(data.z[order], data.logits[order]), labels[order], labels.bincount().tolist(), readout)
+    torch.testing.assert_close(totals(detector, by_class)[0](test, readout), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("detector", learning_detectors(), ids=name_of)
+def test_stored_sums_give_the_detector_again(detector: Detector, tmp_path: Path) -> None:
+    (data, labels), (test, _), readout = features(300), features(80, seed=1), linear()
+    first, sums = totals(detector, [(data, labels, readout)])
+    again = detector
+    for number, total in enumerate(sums):
+        np.savez(tmp_path / f"{number}.npz", **{key: value.numpy() for key, value in total.items()})
+        with np.load(tmp_path / f"{number}.npz", allow_pickle=False) as stored:
+            again = again.fit({key: torch.from_numpy(stored[key]) for key in stored.files})
+    assert torch.equal(again(test, readout), first(test, readout))
+    assert torch.equal(first.prepared(readout)(test, readout), first(test, readout))
+
+
+@pytest.mark.parametrize("detector", learning_detectors(), ids=name_of)
+def test_use_before_fitting_is_refused(detector: Detector) -> None:
+    data, labels = features(30)
+    for _ in range(detector.passes):
+        with pytest.raises(InputError, match=rf"^{type(detector).__name__} was used before it was fitted: [^\n]*\.$"):
+            detector(data, linear())
+        with pytest.raises(InputError, match="cannot be fitted"):
+            detector.fit({})
+        nothing = detector.statistics(Output(data.z[:0], data.logits[:0]), labels[:0], linear())
+        with pytest.raises(InputError, match="no training features"):
+            detector.fit(nothing)
+        detector = detector.fit(detector.statistics(data, labels, linear()))
+    assert torch.isfinite(detector(data, linear())).all()
+
+
+@pytest.mark.parametrize("detector", learning_detectors(), ids=name_of)
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda z: z * 0,
+        lambda z: z * 1e4,
+        lambda z: -z.abs(),
+        lambda z: z * (torch.arange(D) % 3 > 0),  # dead features
+        lambda z: z * 0 + 5,
+        lambda z: z[:, :1].expand(-1, D),  # rank 1
+        lambda z: z[:1],
+        lambda z: z[:CLASSES],
+        lambda z: z[: CLASSES + 2],
+    ],
+    ids=["zero", "large", "negative", "dead", "constant", "rank one", "one sample", "one a class", "few"],
+)
+def test_poor_training_features_give_finite_scores(detector: Detector, damage) -> None:
+    readout, (data, _), (test, _) = linear(), features(60), features(20, seed=1)
+    for dtype in (torch.float32, torch.float64):
+        z, weight, bias = damage(data.z).to(dtype), readout.weight.to(dtype), readout.bias.to(dtype)
+        head = Readout(lambda z, w=weight, b=bias: z @ w.T + b, weight, bias)
+        y = torch.arange(len(z)) % (CLASSES - 1)  # nobody has the last class
+        learnt, _ = totals(detector, [(Output(z, head.head(z)), y, head)])
+        for scale in (0.0, 1.0, 1e4):
+            x = test.z.to(dtype) * scale
+            assert torch.isfinite(learnt(Output(x, head.head(x)), head)).all()
+
+
+@pytest.mark.parametrize("detector", learning_detectors(), ids=name_of)
+def test_a_model_that_has_diverged_scores_nan_and_does_not_stop_the_evaluation(detector: Detector) -> None:
+    z, weight = torch.full((8, D), math.nan), torch.full((CLASSES, D), math.nan)
+    readout = Readout(lambda z: z @ weight.T, weight, weight[:, 0])
+    data = Output(z, readout.head(z))
+    learnt, _ = totals(detector, [(data, torch.zeros(8, dtype=torch.long), readout)])
+    assert learnt(data, readout).isnan().all()
+
+
+@pytest.mark.parametrize("percentile", [0.0, 2.5, 10.0, 90.0, 99.0, 100.0])
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+@pytest.mark.parametrize("shift", [0.0, 3.0, -9.0], ids="shift {}".format)
+def test_the_threshold_of_react_is_the_percentile(percentile: float, scale: float, shift: float) -> None:
+    z = scale * (shift + torch.randn(500, D, generator=stream(), dtype=torch.float64))
+    expected = np.percentile(z.numpy(), percentile)
+    assert histogram_percentile(histogram(z), percentile) == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_threshold_of_react_among_zeros_and_between_two_values() -> None:
+    half = torch.randn(500, D, generator=stream()).clamp_min(0.0)
+    assert histogram_percentile(histogram(half), 40.0) == 0.0
+    assert histogram_percentile(histogram(half), 90.0) == pytest.approx(np.percentile(half.numpy(), 90), rel=1e-3)
+    two = torch.tensor([[-1.0, 3.0]])
+    for percentile in (0.0, 30.0, 75.0, 100.0):
+        expected = np.percentile(two.numpy(), percentile)
+        assert histogram_percentile(histogram(two), percentile) == pytest.approx(expected, abs=3e-3)
+    extreme = torch.tensor([[-math.inf, -1e30, 0.0, 1e-30, 1e30, math.inf, math.nan]])
+    assert int(histogram(extreme).sum()) == 7
+
+
+def test_react_is_the_energy_of_clipped_features() -> None:
+    (data, labels), readout = features(300), linear()
+    react, _ = totals(ReAct(80.0), [(data, labels, readout)])
+    assert react.threshold == pytest.approx(np.percentile(data.z.numpy(), 80), rel=1e-3)
+    clipped = torch.minimum(data.z, torch.tensor(react.threshold))
+    torch.testing.assert_close(react(data, readout), -torch.logsumexp(readout.head(clipped), 1))
+    assert torch.equal(replace(react, threshold=math.inf)(data, readout), Energy()(data))
+
+
+def test_dice_keeps_the_largest_contributions() -> None:
+    (data, labels), (test, _), readout = features(300), features(50, seed=1), linear()
+    weight, bias, z = readout.weight.numpy(), readout.bias.numpy(), test.z.numpy()
+    contribution = data.z.numpy().mean(0) * weight
+    for percentile in (0.0, 50.0, 90.0, 99.99):
+        dice, _ = totals(DICE(percentile), [(data, labels, readout)])
+        kept = max(weight.size - round(weight.size * percentile / 100), 1)
+        mask = contribution >= np.sort(contribution.ravel())[-kept]
+        assert mask.sum() == kept
+        expected = -np.log(np.exp(z @ (weight * mask).T + bias).sum(1))
+        np.testing.assert_allclose(dice(test, readout).numpy(), expected, rtol=1e-10)
+    everything, _ = totals(DICE(0.0), [(data, labels, readout)])
+    torch.testing.assert_close(everything(test, readout), Energy()(test), rtol=0, atol=1e-10)
+
+
+def brute_force_vim(data: Output, test: Output, readout: Readout, share: float) -> np.ndarray:
+    weight, bias, z = readout.weight.numpy(), readout.bias.numpy(), data.z.numpy()
+    origin = -np.linalg.pinv(weight) @ bias
+    scatter = EmpiricalCovariance(assume_centered=True).fit(z - origin).covariance_
+    values, vectors = np.linalg.eig(scatter)
+    residual = vectors.real[:, np.argsort(-values.real)[int(share * D) :]]
+    alpha = (z @ weight.T + bias).max(1).mean() / np.linalg.norm((z - origin) @ residual, axis=1).mean()
+    virtual = alpha * np.linalg.norm((test.z.numpy() - origin) @ residual, axis=1)
+    return virtual - np.log(np.exp(test.logits.numpy()).sum(1))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.975])
+def test_vim_is_the_residual_and_the_energy(share: float) -> None:
+    (data, labels), (test, _), readout = features(300), features(50, seed=1), linear()
+    vim, _ = totals(ViM(share), [(data, labels, readout)])
+    np.testing.assert_allclose(vim(test, readout).numpy(), brute_force_vim(data, test, readout, share), rtol=1e-9)
+
+
+def test_vim_has_no_residual_in_the_principal_space() -> None:
+    """Features on a plane through the point of no logits; only what leaves the plane has a residual."""
+    readout = linear()
+    origin = -torch.linalg.pinv(readout.weight) @ readout.bias
+    torch.testing.assert_close(readout.head(origin[None]), torch.zeros(1, CLASSES, dtype=torch.float64))
+    plane = torch.linalg.qr(torch.randn(D, D, generator=stream(), dtype=torch.float64)).Q
+    wide, narrow = plane[:, : D // 2], plane[:, D // 2 :]
+    draw = torch.randn(400, D, generator=stream(1), dtype=torch.float64)
+    z = origin + 3 * draw[:, : D // 2] @ wide.T
+    data = Output(z, readout.head(z))
+    vim, _ = totals(ViM(), [(data, torch.zeros(400, dtype=torch.long), readout)])
+    vim = replace(vim, alpha=1.0)
+    torch.testing.assert_close(vim(data, readout), Energy()(data), rtol=0, atol=1e-6)
+    off = z + draw[:, D // 2 :] @ narrow.T
+    far = Output(off, readout.head(off))
+    torch.testing.assert_close(vim(far, readout) - Energy()(far), draw[:, D // 2 :].norm(dim=1), rtol=1e-6, atol=0)
+
+
+def test_vim_does_not_choose_among_directions_without_variance() -> None:
+    """With fewer directions than the principal space has room for, an outlier outside of them is still seen in full."""
+    readout = linear()
+    origin = -torch.linalg.pinv(readout.weight) @ readout.bias
+    z = origin + torch.randn(200, 6, generator=stream(), dtype=torch.float64) @ torch.eye(D, dtype=torch.float64)[:6]
+    vim, _ = totals(ViM(), [(Output(z, readout.head(z)), torch.zeros(200, dtype=torch.long), readout)])
+    off = z.clone()
+    off[:, 6:] += 1.0
+    far = Output(off, readout.head(off))
+    residual = replace(vim, alpha=1.0)(far, readout) - Energy()(far)
+    torch.testing.assert_close(residual, torch.full((200,), math.sqrt(D - 6), dtype=torch.float64))
+
+
+def test_vim_takes_rounding_for_no_residual() -> None:
+    readout = linear()
+    z = torch.arange(1, 101, dtype=torch.float64)[:, None] * torch.ones(D, dtype=torch.float64)
+    z = z - torch.linalg.pinv(readout.weight) @ readout.bias
+    vim, sums = totals(ViM(), [(Output(z, readout.head(z)), torch.zeros(100, dtype=torch.long), readout)])
+    assert float(sums[1]["residual"]) < 1e-9 * float(sums[1]["length"])
+    assert vim.alpha == pytest.approx(1e6 * abs(float(sums[1]["max_logit"] / sums[1]["length"])))
+    weight = readout.weight
+    still = Readout(lambda z: z @ weight.T, weight)  # features that are all at the point of no logits
+    vim, _ = totals(ViM(), [(Output(z * 0, still.head(z * 0)), torch.zeros(100, dtype=torch.long), still)])
+    assert torch.equal(vim(Output(z, still.head(z)), still), Energy()(Output(z, still.head(z))))
+
+
+def test_vim_asks_each_client_with_its_own_head() -> None:
+    heads = [linear(1), linear(2)]
+    parts = [(*features(100, seed=s, readout=head), head) for s, head in enumerate(heads)]
+    vim, sums = totals(ViM(), parts)
+    own = [replace(vim, alpha=1.0)(data, head) - Energy()(data) for data, _, head in parts]
+    logits = torch.cat([data.logits.amax(1) for data, _, _ in parts])
+    assert vim.alpha == pytest.approx(float(logits.mean() / torch.cat(own).mean()), rel=1e-9)
+    assert vim.prepared(heads[0]).prepared(heads[1]).fit(sums[1]).space is None
+
+
+def test_prepared_for_another_model_and_no_longer_bound_to_its_nets() -> None:
+    (data, labels), (test, _) = features(300), features(50, seed=1)
+    for detector in (DICE(), ViM()):
+        learnt, _ = totals(detector, [(data, labels, linear(1))])
+        first, second = learnt.prepared(linear(1)), learnt.prepared(linear(1)).prepared(linear(2))
+        expected = learnt(test, linear(1)), learnt(test, linear(2))
+        assert not torch.allclose(*expected)
+        assert torch.equal(first(test), expected[0])
+        assert torch.equal(second(test), expected[1])
+        nets = linear(1)
+        ready = learnt.prepared(nets)
+        nets.weight.zero_()
+        nets.bias.zero_()
+        assert torch.equal(ready(test), expected[0])
+
+
+@pytest.mark.parametrize("bias", [None, torch.zeros(CLASSES, dtype=torch.float64)], ids=["none", "zero"])
+def test_a_head_without_bias_has_bias_zero(bias: Tensor | None) -> None:
+    (data, labels), weight = features(300), linear().weight
+    readout = Readout(lambda z: z @ weight.T, weight, bias)
+    data = Output(data.z, readout.head(data.z))
+    assert torch.equal(totals(DICE(0.0), [(data, labels, readout)])[0](data, readout), Energy()(data))
+    vim, _ = totals(ViM(), [(data, labels, readout)])
+    np.testing.assert_allclose(
+        vim(data, readout).numpy(),
+        brute_force_vim(data, data, replace(readout, bias=torch.zeros(CLASSES, dtype=torch.float64)), 0.5),
+        rtol=1e-9,
+    )
+
+
+@pytest.mark.parametrize(("n", "k"), [(300, 50), (101, 50), (100, 50), (99, 49), (5, 2), (3, 1), (2, 1), (1, 1)])
+def test_knn_is_the_distance_to_the_kth_neighbour(n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    (data, labels), (test, _), readout = features(n), features(40, seed=1), linear()
+    knn, _ = totals(KNN(), [(data, labels, readout)])
+    bank, z = (x.numpy() / np.linalg.norm(x.numpy(), axis=1, keepdims=True) for x in (data.z, test.z))
+    distances, _ = NearestNeighbors(n_neighbors=k, algorithm="brute").fit(bank).kneighbors(z)
+    np.testing.assert_allclose(knn(test).numpy(), distances[:, -1], rtol=1e-9)
+    torch.testing.assert_close(knn(Output(test.z * 7, test.logits)), knn(test))
+    monkeypatch.setattr("foogd.fitted.DISTANCES", 1000)
+    torch.testing.assert_close(knn(test), torch.from_numpy(distances[:, -1]), rtol=1e-9, atol=0)
+
+
+def test_knn_finds_its_own_features_also_in_float32() -> None:
+    data = features(20)[0]
+    data = Output(data.z.float(), data.logits)
+    knn, _ = totals(KNN(1), [(data, torch.zeros(20, dtype=torch.long), linear())])
+    assert float(knn(data).max()) < 1e-6
+
+
+@pytest.mark.parametrize("bank", [{}, {"bank": torch.zeros(0, D)}], ids=["missing", "empty"])
+def test_knn_without_features_is_refused(bank: dict[str, Tensor]) -> None:
+    with pytest.raises(InputError, match="has no training features of its own"):
+        KNN().fit(bank)
+
+
+def clients(n: int = 400) -> tuple[Output, Tensor, list[tuple[Output, Tensor, Readout]]]:
+    data, labels = features(n)
+    return data, labels, cut(data, labels, [n // 4, n // 8, n - n // 4 - n // 8], linear())
+
+
+def test_federated_mahalanobis_is_the_central_one() -> None:
+    (data, labels, parts), (test, _) = clients(), features(50, seed=1)
+    central = LinearDiscriminantAnalysis(solver="lsqr", store_covariance=True).fit(data.z.numpy(), labels.numpy())
+    for shrinkage in (0.0, 1e-6, 0.1):
+        scale = np.trace(central.covariance_) / D
+        inverse = np.linalg.inv((1 - shrinkage) * central.covariance_ + shrinkage * scale * np.eye(D))
+        away = test.z.numpy()[:, None] - central.means_
+        expected = np.einsum("ncd,de,nce->nc", away, inverse, away).min(1)
+        found, _ = totals(Mahalanobis(shrinkage), parts)
+        np.testing.assert_allclose(found(test).numpy(), expected, rtol=1e-10)
+
+
+def test_mahalanobis_knows_only_classes_that_somebody_has() -> None:
+    data, labels = features(200)
+    labels = labels.clamp_max(2)  # two classes without a sample, which are no clusters at 0
+    found, _ = totals(Mahalanobis(), [(data, labels, linear())])
+    assert len(found.means) == 3
+    three = Output(data.z, data.logits[:, :3])
+    torch.testing.assert_close(found(data), totals(Mahalanobis(), [(three, labels, linear())])[0](data))
+    nowhere = Output(torch.zeros(1, D, dtype=torch.float64), torch.zeros(1, CLASSES))
+    assert float(found(nowhere)) > float(found(data).max())
+
+
+@pytest.mark.parametrize("shrinkage", [1e-6, 0.1])
+def test_federated_gaussian_is_the_central_density(shrinkage: float) -> None:
+    (data, _, parts), (test, _) = clients(), features(50, seed=1)
+    central = ShrunkCovariance(shrinkage=shrinkage).fit(data.z.numpy())
+    expected = -multivariate_normal(central.location_, central.covariance_).logpdf(test.z.numpy())
+    found, _ = totals(Gaussian(shrinkage), parts)
+    np.testing.assert_allclose(found(test).numpy(), expected, rtol=1e-10)
+
+
+def test_dead_features_are_far_away_but_finite() -> None:
+    """A feature that never varied has the shrunk variance, 1e-6 of the mean one."""
+    data, labels = features(300)
+    alive = torch.arange(D) < D // 2
+    data = Output(data.z * alive, data.logits)
+    awake = Output(data.z + 0.1 * ~alive, data.logits)
+    gaussian, _ = totals(Gaussian(), [(data, labels, linear())])
+    variance = data.z.var(dim=0, correction=0).mean()
+    gap = gaussian(awake) - gaussian(data)
+    torch.testing.assert_close(gap, (0.5 * 0.01 * (D // 2) / (1e-6 * variance)).expand(300), rtol=1e-5, atol=0)
+    assert auroc(*(totals(Mahalanobis(), [(data, labels, linear())])[0](x) for x in (data, awake))) == 1.0
+
+
+@dataclass(frozen=True)
+class FromMean(Detector):
+    """Closeness to the mean of the training features, between whose clusters OUT is; to break in one way at a time."""
+
+    passes: ClassVar[int] = 1
+
+    flaw: str = ""
+    mean: Tensor | None = None
+    sign: float = 1.0
+
+    def statistics(self, outputs: Output, y: Tensor, readout: Readout) -> dict[str, Tensor]:
+        n, first = torch.tensor(float(len(y))), outputs.z.double().sum(0)
+        if self.flaw == "other names" and len(y) % 256:
+            return {"n": n, f"sum of {float(outputs.z.sum())}": first}
+        return {"n": torch.ones(()) if self.flaw == "no sum" else n, "sum": first}
+
+    def fit(self, total):
+        return replace(self, mean=total["sum"] / total["n"])
+
+    def prepared(self, readout: Readout) -> Detector:
+        return replace(self, sign=2.0) if self.flaw == "prepared differs" else self
+
+    def applies(self, readout: Readout | None) -> bool:
+        return self.flaw != "never"
+
+    def __call__(self, outputs: Output, readout: Readout | None = None) -> Tensor:
+        if self.flaw == "ready at once" and self.mean is None:
+            return outputs.z.sum(1)
+        if self.mean is None and self.flaw != "careless":
+            raise InputError("it was used before it was fitted.")
+        sign = -self.sign if self.flaw == "upside down" else self.sign
+        return -sign * (outputs.z - self.mean).norm(dim=1)
+
+
+@pytest.mark.parametrize(
+    ("flaw", "sentence"),
+    [
+        ("upside down", "larger must mean more OUT"),
+        ("ready at once", "can be used after 0 of 1 passes"),
+        ("careless", "before it is fitted it fails with TypeError"),
+        ("no sum", "the sums of two halves"),
+        ("other names", "have different names"),
+        ("prepared differs", "prepared for a model, it gives other scores"),
+        ("never", "does not apply"),
+    ],
+)
+def test_the_contract_says_what_is_broken(flaw: str, sentence: str) -> None:
+    check_detector(FromMean())
+    with pytest.raises(AssertionError, match=sentence):
+        check_detector(FromMean(flaw))
 
 
 # ------------------------------------------------------------------------------------------------------- users' files

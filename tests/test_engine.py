@@ -168,6 +168,15 @@ class Poisoned:
     def nets(self):
         return self.inner.nets()
 
+    def server_nets(self):
+        return self.inner.server_nets()
+
+    def pretrain(self, nets):
+        self.inner.pretrain(nets)
+
+    def personalise(self, server, clients):
+        return self.inner.personalise(server, clients)
+
     def survey(self, server, clients, round):
         return self.inner.survey(server, clients, round)
 

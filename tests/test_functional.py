@@ -9,6 +9,8 @@ import beartype
 import jaxtyping
 import numpy as np
 import pytest
+import scipy.special
+import scipy.stats
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -21,6 +23,8 @@ from foogd.functional import (
     balanced_softmax,
     dsm,
     dsm_noise_target,
+    entropy,
+    head_gradient,
     ksd,
     ksd_released,
     langevin,
@@ -29,6 +33,8 @@ from foogd.functional import (
     mmd,
     outlier_exposure,
     rbf,
+    simclr,
+    supcon,
 )
 
 
@@ -405,7 +411,146 @@ def test_outlier_exposure_is_cross_entropy_to_uniform_with_minimum_log_c() -> No
     assert float(torch.autograd.grad(loss, flat)[0].abs().max()) < 1e-15
 
 
+@pytest.mark.parametrize("scale", [0.0, 1.0, 50.0, 1000.0])
+def test_entropy_equals_scipy_for_small_and_large_logits(scale: float) -> None:
+    logits = scale * normal(9, 6)
+    expected = scipy.stats.entropy(scipy.special.softmax(logits.numpy(), axis=1), axis=1)
+    torch.testing.assert_close(entropy(logits), torch.from_numpy(expected), rtol=0, atol=1e-12)
+    # The logits of a mixture are the logarithms of its probabilities.
+    torch.testing.assert_close(entropy(logits.log_softmax(1)), entropy(logits), rtol=0, atol=1e-12)
+    assert entropy(logits.bfloat16()).dtype == torch.float32
+
+
+def test_entropy_has_its_gradient_and_takes_a_class_out_at_minus_infinity() -> None:
+    assert torch.autograd.gradcheck(entropy, (normal(4, 5).requires_grad_(),))
+    logits = normal(4, 3).requires_grad_()
+    more = torch.cat([logits, torch.full((4, 1), -math.inf, dtype=torch.float64)], dim=1)
+    with_class, without = entropy(more), entropy(logits)
+    torch.testing.assert_close(with_class, without, rtol=0, atol=1e-15)
+    (grad,), (expected,) = (torch.autograd.grad(h.sum(), logits) for h in (with_class, without))
+    torch.testing.assert_close(grad, expected, rtol=0, atol=1e-15)
+
+
+def test_head_gradient_equals_autograd() -> None:
+    z, y, head = normal(7, 4), torch.arange(7) % 3, torch.nn.Linear(4, 3, dtype=torch.float64)
+    expected = torch.autograd.grad(F.cross_entropy(head(z), y), (head.weight, head.bias))
+    for mine, theirs in zip(head_gradient(z, head(z), y), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+
+
+def test_head_gradient_is_differentiable_in_features_and_logits() -> None:
+    z, logits, y = normal(5, 3).requires_grad_(), normal(5, 4, seed=1).requires_grad_(), torch.arange(5) % 4
+    assert torch.autograd.gradcheck(lambda z, logits: head_gradient(z, logits, y), (z, logits))
+
+
+def test_head_gradient_reaches_the_features_as_a_second_derivative_does() -> None:
+    z, y, head = normal(5, 3).requires_grad_(), torch.arange(5) % 4, torch.nn.Linear(3, 4, dtype=torch.float64)
+    weights = [normal(4, 3, seed=2), normal(4, seed=3)]
+    twice = torch.autograd.grad(F.cross_entropy(head(z), y), (head.weight, head.bias), create_graph=True)
+    (expected,) = torch.autograd.grad(sum((w * g).sum() for w, g in zip(weights, twice, strict=True)), z)
+    closed = head_gradient(z, head(z), y)
+    (mine,) = torch.autograd.grad(sum((w * g).sum() for w, g in zip(weights, closed, strict=True)), z)
+    torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+
+
+def test_head_gradient_keeps_float32_under_autocast_and_for_half_precision_features() -> None:
+    z, logits, y = normal(16, 8, dtype=torch.float32), normal(16, 4, dtype=torch.float32), torch.arange(16) % 4
+    plain = head_gradient(z, logits, y)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert all(map(torch.equal, head_gradient(z, logits, y), plain))
+    half = z.bfloat16(), logits.bfloat16()
+    widened = head_gradient(half[0].float(), half[1].float(), y)
+    assert all(map(torch.equal, head_gradient(*half, y), widened))
+
+
+# --------------------------------------------------------------------------------------------------------- contrast
+
+
+def supcon_by_loops(u: Tensor, y: Tensor, temperature: float) -> float:
+    rows = [row / row.norm() for row in u]
+    anchors: list[float] = []
+    for i, anchor in enumerate(rows):
+        others = [j for j in range(len(rows)) if j != i]
+        positives = [j for j in others if y[j] == y[i]]
+        if positives:
+            total = sum(math.exp(float(anchor @ rows[j]) / temperature) for j in others)
+            logs = [float(anchor @ rows[j]) / temperature - math.log(total) for j in positives]
+            anchors.append(-sum(logs) / len(logs))
+    return sum(anchors) / len(anchors)
+
+
+@pytest.mark.parametrize("temperature", [0.07, 0.5, 2.0])
+@pytest.mark.parametrize("labels", [[0, 0, 1, 1, 2, 2], [0, 0, 0, 0, 1, 1], [3, 3, 3, 3, 3, 3], [0, 1, 2, 2, 3, 2]])
+def test_supcon_equals_the_double_loop(labels: list[int], temperature: float) -> None:
+    u, y = 3 * normal(6, 4) + 0.5, torch.tensor(labels)
+    expected = supcon_by_loops(u, y, temperature)
+    assert float(supcon(u, y, temperature=temperature)) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("temperature", [0.1, 0.5])
+def test_simclr_is_cross_entropy_over_all_other_rows_with_the_other_view_as_the_class(temperature: float) -> None:
+    u, u_hat = normal(5, 4), normal(5, 4, seed=1)
+    both = F.normalize(torch.cat([u, u_hat]), dim=1)
+    similarity = (both @ both.T / temperature).fill_diagonal_(-math.inf)
+    expected = F.cross_entropy(similarity, (torch.arange(10) + 5) % 10)
+    found = simclr(u, u_hat, temperature=temperature)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    unique = torch.tensor([4, 9, 0, 7, 2]).repeat(2)
+    torch.testing.assert_close(supcon(torch.cat([u, u_hat]), unique, temperature=temperature), found, rtol=0, atol=0)
+
+
+def test_supcon_depends_on_directions_only() -> None:
+    u, y = normal(8, 5).requires_grad_(), torch.arange(8) % 3
+    loss = supcon(u, y, temperature=0.1)
+    scales = torch.logspace(-3, 3, 8, dtype=torch.float64)[:, None]
+    torch.testing.assert_close(supcon(scales * u, y, temperature=0.1), loss, rtol=1e-12, atol=0)
+    (grad,) = torch.autograd.grad(loss, u)
+    assert (grad * u).sum(1).abs().max().item() < 1e-12
+    assert float(grad.norm()) > 0.01
+
+
+def test_supcon_has_its_gradient_and_does_not_depend_on_the_order_of_rows() -> None:
+    u, y = normal(6, 3).requires_grad_(), torch.tensor([0, 0, 1, 1, 2, 1])
+    assert torch.autograd.gradcheck(lambda u: supcon(u, y, temperature=0.5), (u,))
+    order = torch.tensor([3, 0, 5, 1, 4, 2])
+    shuffled = supcon(u[order], y[order], temperature=0.5)
+    torch.testing.assert_close(shuffled, supcon(u, y, temperature=0.5), rtol=0, atol=1e-12)
+
+
+def test_rows_without_a_positive_are_no_anchors_but_stay_in_the_normaliser() -> None:
+    u = normal(5, 4).requires_grad_()
+    alone = supcon(u, torch.tensor([0, 0, 1, 2, 3]), temperature=0.5)
+    assert alone.item() == pytest.approx(supcon_by_loops(u.detach(), torch.tensor([0, 0, 1, 2, 3]), 0.5), abs=1e-12)
+    assert alone.item() > supcon(u[:2], torch.tensor([0, 0]), temperature=0.5).item() + 0.1
+    (grad,) = torch.autograd.grad(alone, u)
+    assert (grad.abs().sum(1) > 0).all()
+
+
+@pytest.mark.parametrize("n", [0, 1, 4])
+def test_supcon_without_any_anchor_is_zero_with_a_gradient(n: int) -> None:
+    u = normal(n, 3, dtype=torch.bfloat16).requires_grad_()
+    loss = supcon(u, torch.arange(n), temperature=0.07)
+    assert loss.item() == 0.0
+    assert loss.dtype == torch.float32
+    assert torch.equal(torch.autograd.grad(loss, u)[0], torch.zeros_like(u))
+
+
+def test_rows_of_zeros_and_far_apart_rows_give_finite_gradients() -> None:
+    u = torch.eye(6, 4).mul(1e4).requires_grad_()  # the last two rows are 0
+    loss = supcon(u, torch.tensor([0, 1, 0, 1, 0, 1]), temperature=0.01)
+    (grad,) = torch.autograd.grad(loss, u)
+    assert torch.isfinite(loss)
+    assert torch.isfinite(grad).all()
+    assert float(grad.abs().max()) < 1e3
+
+
 # ---------------------------------------------------------------------------------------------------------- numerics
+
+
+def pairs(z: Tensor) -> Tensor:
+    """Labels 0 0 1 1 2 2 …"""
+    return torch.arange(len(z), device=z.device) // 2
+
 
 LOSSES: dict[str, Callable[[Tensor, torch.Generator | None], Tensor]] = {
     "rbf": lambda z, rng: rbf(z, z.flip(0), median_bandwidth(z)).mean(),
@@ -424,6 +569,10 @@ LOSSES: dict[str, Callable[[Tensor, torch.Generator | None], Tensor]] = {
     ),
     "logit_norm": lambda z, rng: logit_norm(z, torch.zeros(len(z), dtype=torch.long, device=z.device), tau=0.04),
     "outlier_exposure": lambda z, rng: outlier_exposure(z),
+    "entropy": lambda z, rng: entropy(z).mean(),
+    "head_gradient": lambda z, rng: sum(g.square().sum() for g in head_gradient(z, z, pairs(z))),
+    "supcon": lambda z, rng: supcon(z, pairs(z), temperature=0.07),
+    "simclr": lambda z, rng: simclr(z, z.flip(0), temperature=0.07),
 }
 
 
@@ -455,7 +604,7 @@ def test_arguments_are_not_changed(name: str) -> None:
     assert torch.equal(z, before)
 
 
-@pytest.mark.parametrize("name", ["rbf", "mmd", "ksd v", "ksd u", "ksd_released"])
+@pytest.mark.parametrize("name", ["rbf", "mmd", "ksd v", "ksd u", "ksd_released", "supcon", "simclr"])
 def test_kernels_keep_float32_under_autocast_and_for_half_precision_features(name: str) -> None:
     z = normal(16, 8, dtype=torch.float32)
     plain = LOSSES[name](z, None)
@@ -502,6 +651,9 @@ Y = torch.zeros(6, dtype=torch.long)
         ("balanced_softmax", (Z, Y, torch.ones(3, dtype=torch.long)), (Z, Y[:5], torch.ones(3)), {}),
         ("logit_norm", (Z, Y), (Z, Y.float()), {"tau": 0.04}),
         ("outlier_exposure", (Z,), (Z[None],), {}),
+        ("entropy", (Z,), (Z[0],), {}),
+        ("supcon", (Z, Y), (Z, Y[:5]), {"temperature": 0.1}),
+        ("simclr", (Z, Z), (Z, S), {"temperature": 0.1}),
     ],
 )
 def test_shapes_are_as_annotated(

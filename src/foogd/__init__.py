@@ -4,23 +4,52 @@ from .config import Config
 from .data import Federation, ImageStore
 from .errors import InputError
 from .evaluate import Row, evaluate
-from .methods import FOOGD, FedAvg, FedRoD, Method
+from .methods import (
+    FOOGD,
+    FOSTER,
+    SCAFFOLD,
+    FedATOL,
+    FedAvg,
+    FedBN,
+    FedICON,
+    FedIIR,
+    FedLN,
+    FedProx,
+    FedRoD,
+    FedT3A,
+    FedTHE,
+    Method,
+)
+from .model import Model, Predictions, load
 from .simulate import RoundResult, RunState, simulate
 
 __version__ = "0.1.0"
 
 __all__ = [
     "FOOGD",
+    "FOSTER",
+    "SCAFFOLD",
     "Config",
+    "FedATOL",
     "FedAvg",
+    "FedBN",
+    "FedICON",
+    "FedIIR",
+    "FedLN",
+    "FedProx",
     "FedRoD",
+    "FedT3A",
+    "FedTHE",
     "Federation",
     "ImageStore",
     "InputError",
     "Method",
+    "Model",
+    "Predictions",
     "RoundResult",
     "Row",
     "RunState",
     "evaluate",
+    "load",
     "simulate",
 ]

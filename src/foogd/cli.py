@@ -1,7 +1,9 @@
-"""The command line: `foogd run | evaluate | demo | methods | detectors`."""
+"""The command line: `foogd run | evaluate | predict | demo | methods | detectors`."""
 
 from __future__ import annotations
 
+import csv
+import json
 import os
 import sys
 import time
@@ -18,13 +20,15 @@ from rich.table import Table as RichTable
 
 from .cli_data import data_app, decode
 from .config import Config
-from .detect import DETECTORS
+from .data.readers import IMAGE_SUFFIXES
+from .detect import DETECTORS, Detector
 from .errors import InputError
-from .methods import FOOGD, METHODS, make_method, method_fields, method_names
+from .methods import FOOGD, METHODS, make_method, method_names
 from .methods.base import Method
+from .model import load
 from .report import Report, Table
 from .runs import Run, read_rows, write_atomic
-from .settings import parse_assignments, parse_toml, read_preset, resolve
+from .settings import parse_assignments, read_preset, read_run_config, resolve
 from .simulate import RoundResult
 from .study import Progressed, train_all
 
@@ -136,34 +140,127 @@ def demo(
 
 
 @app.command()
-def methods() -> None:
-    """List the methods and their settings. Example: foogd methods"""
-    grid = RichTable("name", "what it does", "source", box=None, pad_edge=False)
-    for name in method_names():
-        built = make_method(name)
-        text = first_line(type(built))
-        if name.endswith("+aug"):
-            text = f"{name.removesuffix('+aug')} that sees the augmented images too"
-        elif isinstance(built, FOOGD):
-            text = f"{name.removesuffix('+foogd')} with SM3D and SAG: {text[0].lower()}{text[1:]}"
-        grid.add_row(name, text, built.paper)
-    console.print(grid)
-    for title, cls in (*METHODS.items(), ("+foogd", FOOGD)):
-        console.print(f"\nsettings of {title} (--set key=value)", highlight=False)
-        grid = RichTable("setting", "default", "meaning", box=None, pad_edge=False)
-        for item in fields(cls):  # type: ignore[arg-type]
-            if item.name != "base":
-                grid.add_row(item.name, str(item.default), item.metadata.get("help", ""))
+def predict(
+    run_dir: Annotated[Path, typer.Argument(help="A finished run folder.")],
+    files: Annotated[list[Path], typer.Argument(help="Images, or folders of images.")],
+    client: Annotated[str | None, typer.Option(metavar="N", help="Answer as this client; default: as nobody.")] = None,
+    detector: Annotated[str | None, typer.Option(help="The detector that decides; see foogd detectors.")] = None,
+    tpr: Annotated[str, typer.Option(metavar="SHARE", help="Share of IN that the threshold accepts.")] = "0.95",
+    form: Annotated[str, typer.Option("--format", help="table, json or csv.")] = "table",
+) -> None:
+    """Label, probability, score and verdict of images. Example: foogd predict runs/a image.png --format json"""
+    if form not in ("table", "json", "csv"):
+        raise InputError(f"--format {form!r} is not allowed: use table, json or csv")
+    model = load(run_dir)
+    chosen = None if client is None else whole_number("--client", client, 0)
+    names = [name for file in files for name in image_files(file)]
+    found = model.predict(names, client=chosen, detector=detector, tpr=share("--tpr", tpr))
+    rows = [{"file": str(name), **row} for name, row in zip(names, found.rows(), strict=True)]
+    if form == "json":
+        about = {"run": str(run_dir), "detector": found.detector, "tpr": float(tpr), "images": rows}
+        print(json.dumps(about, indent=2))
+    elif form == "csv":
+        writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    else:
+        grid = RichTable(title=f"{found.detector}, larger = more OUT", title_justify="left")
+        for index, name in enumerate(("file", "label", "probability", "score", "threshold", "verdict")):
+            grid.add_column(name, justify="left" if index < 2 else "right", overflow="fold")
+        for row in rows:
+            tau = "–" if row["threshold"] is None else f"{row['threshold']:.4g}"
+            numbers = (f"{row['probability']:.3f}", f"{row['score']:.4g}", tau, row["verdict"] or "–")
+            grid.add_row(escape(row["file"]), escape(row["label"]), *numbers)
         console.print(grid)
+    if found.out is None:
+        text = f"no verdict: {run_dir} set no images aside for a threshold; train with --set calibration=0.05"
+        print(f"foogd: {text}", file=sys.stderr)
+
+
+def image_files(place: Path) -> list[Path]:
+    """An image file itself, or all images below a folder in the order of their names."""
+    if not place.is_dir():
+        if not place.exists():
+            raise InputError(f"{place} does not exist: give image files, or folders of them")
+        return [place]
+    found = sorted(path for path in place.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
+    if not found:
+        raise InputError(f"{place} holds no images ({', '.join(sorted(IMAGE_SUFFIXES))})")
+    return found
+
+
+def share(option: str, text: str) -> float:
+    """The share that an option gives."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise InputError(f"{option} {text!r} is not allowed: it must be a number above 0 and at most 1")
+    return value
 
 
 @app.command()
-def detectors() -> None:
-    """List the detectors; a larger score always means more OUT. Example: foogd detectors"""
-    grid = RichTable("name", "score", "source", box=None, pad_edge=False)
-    for name, detector in DETECTORS.items():
-        grid.add_row(name, detector.description, detector.paper)
+def methods(
+    names: Annotated[bool, typer.Option("--names", help="Print the names alone, one a line.")] = False,
+) -> None:
+    """List the methods, what travels, and their settings. Example: foogd methods"""
+    if names:
+        print("\n".join(method_names()))
+        return
+    grid = RichTable("name", "what it adds", "what travels in a round", "source", box=None, pad_edge=False)
+    for name in method_names():
+        built = make_method(name)
+        grid.add_row(name, summary_of(name, built), built.travels, built.paper)
     console.print(grid)
+    console.print("\nAny method takes +foogd, and one that has the setting views takes +aug.", highlight=False)
+    owners: dict[str, type[Method]] = {**METHODS, "+foogd": FOOGD}
+    for title, cls in owners.items():
+        show_settings(f"{title} (--set key=value)", cls())
+
+
+def summary_of(name: str, built: Method) -> str:
+    """One line about a method: the first of its class, and what a suffix makes of it."""
+    if name.endswith("+aug"):
+        return f"{name.removesuffix('+aug')} that sees the augmented images too"
+    text = first_line(type(built))
+    return f"{name.removesuffix('+foogd')} with SM3D and SAG: {text[0].lower()}{text[1:]}" if "+" in name else text
+
+
+def show_settings(title: str, owner: Method | Detector) -> None:
+    """The settings of a method or a detector with their defaults; nothing where it has none."""
+    grid = RichTable("setting", "default", "meaning", box=None, pad_edge=False)
+    for item in fields(owner):  # type: ignore[arg-type]
+        if item.metadata.get("help"):
+            grid.add_row(item.name, str(getattr(owner, item.name)), item.metadata["help"])
+    if grid.row_count:
+        console.print(f"\nsettings of {title}", highlight=False)
+        console.print(grid)
+
+
+def sums_of(detector: Detector) -> str:
+    """What a detector asks of the clients after training."""
+    if not detector.passes:
+        return "nothing"
+    if detector.local:
+        return "nothing: features stay on their client"
+    return f"sums over features, {detector.passes} pass{'es' if detector.passes > 1 else ''}"
+
+
+@app.command()
+def detectors(
+    names: Annotated[bool, typer.Option("--names", help="Print the names alone, one a line.")] = False,
+) -> None:
+    """List the detectors; a larger score always means more OUT. Example: foogd detectors"""
+    if names:
+        print("\n".join(DETECTORS))
+        return
+    grid = RichTable("name", "score", "what travels, once after training", "source", box=None, pad_edge=False)
+    for name, detector in DETECTORS.items():
+        grid.add_row(name, detector.description, sums_of(detector), detector.paper)
+    console.print(grid)
+    for name, detector in DETECTORS.items():
+        show_settings(f"{name} (in Python: {type(detector).__name__}(...))", detector)
 
 
 def whole_number(option: str, text: str, least: int) -> int:
@@ -183,21 +280,6 @@ def open_or_create(folder: Path, config: Config, method: Method) -> Run:
         return Run.create(folder, config, method)
     Run.open(folder, read_run_config).same_as(config, method)
     return Run(folder, config, method)
-
-
-def read_run_config(path: Path) -> tuple[Config, Method]:
-    """Configuration and method from a run's config.toml, which names every setting."""
-    settings = parse_toml(path.read_bytes(), str(path))
-    try:
-        config, method = resolve(settings, {})
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
-    known = [item.name for item in fields(Config)]
-    known += [key for key, (_, item) in method_fields(config.method).items() if item.default is not None]
-    missing = [key for key in known if key not in settings]
-    if missing:
-        raise InputError(f"{path} is half-written: it has no {', '.join(missing)}")
-    return config, method
 
 
 def progress_bar() -> Progress:

@@ -66,11 +66,19 @@ class Config:
     )
 
     detectors: tuple[str, ...] = setting(("msp", "energy", "score_norm"), "detectors: names, or file.py:fn")
+    calibration: float = setting(
+        0.0, "share of each client's training images set aside for thresholds; 0: no thresholds", ge=0.0, lt=1.0
+    )
     eval_every: int = setting(0, "evaluate every so many rounds; 0: after the last one only", ge=0)
     eval_batch: int = setting(500, "images a pass in evaluation", ge=1)
     resident: str = setting("auto", "where images are kept", choices=("auto", "device", "host"))
     threads: int = setting(1, "threads of a run on the CPU; the last bits of a result depend on it", ge=1)
     device: str = setting("auto", "where to compute", choices=("auto", "cpu", "cuda"))
+    engine: str = setting("auto", "graph: CUDA graphs, several clients at once", choices=("auto", "eager", "graph"))
+    slots: int = setting(4, "clients that train at once on a GPU", ge=1)
+    precision: str = setting(
+        "auto", "of the backbone; auto: bf16 on a GPU, else fp32", choices=("auto", "fp32", "bf16")
+    )
 
     def digest(self, method_settings: Mapping[str, Any]) -> str:
         """A short name for (configuration, method settings); the device is left out."""

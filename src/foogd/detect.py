@@ -2,57 +2,23 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from inspect import isabstract
-from typing import TYPE_CHECKING, ClassVar, Self, final
+from typing import TYPE_CHECKING, ClassVar, final
 
 import torch
 from torch import Tensor
 
+from .detector import Detector as Detector
+from .detector import energy as energy
 from .errors import InputError
+from .fitted import DICE, KNN, Gaussian, Mahalanobis, ReAct, ViM
 from .plugins import load_object
 from .types import Output, Readout
 
 if TYPE_CHECKING:
     from jaxtyping import Float
-
-
-class Detector(ABC):
-    """An outlier score. Its settings are the fields of the final, frozen dataclass that implements it.
-
-    Only `__call__` has no default. A detector that learns from training features says how many passes it needs, returns
-    sums in `statistics`, which are added up over batches (and clients), and returns its fitted copy from `fit`.
-    """
-
-    passes: ClassVar[int] = 0
-    """Passes over the training features before the detector can be used."""
-
-    needs_score: ClassVar[bool] = False
-    """Whether it asks for the score network, which only some methods train."""
-
-    description: ClassVar[str] = ""
-    """One line for `foogd detectors`."""
-
-    paper: ClassVar[str] = ""
-    """Where the detector comes from."""
-
-    def statistics(self, outputs: Output, y: Tensor, readout: Readout) -> dict[str, Tensor]:
-        """What one batch of training features adds to the sums that `fit` gets."""
-        return {}
-
-    def fit(self, total: Mapping[str, Tensor]) -> Self:
-        """The detector that has learnt from the sums of one pass."""
-        return self
-
-    def applies(self, readout: Readout | None) -> bool:
-        """Whether the model has what the detector asks for."""
-        return not self.needs_score or (readout is not None and readout.score is not None)
-
-    @abstractmethod
-    def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
-        """One score per image; larger = more OUT."""
 
 
 @final
@@ -63,7 +29,7 @@ class MSP(Detector):
     description: ClassVar[str] = "minus the largest softmax probability"
     paper: ClassVar[str] = "Hendrycks & Gimpel 2017"
 
-    temperature: float = 1.0
+    temperature: float = field(default=1.0, metadata={"gt": 0.0, "help": "the logits are divided by it"})
 
     def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
         return -torch.softmax(outputs.logits.double() / self.temperature, dim=1).amax(dim=1)
@@ -89,7 +55,7 @@ class Energy(Detector):
     description: ClassVar[str] = "free energy of the logits"
     paper: ClassVar[str] = "Liu et al. 2020"
 
-    temperature: float = 1.0
+    temperature: float = field(default=1.0, metadata={"gt": 0.0, "help": "the logits are divided by it"})
 
     def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
         return energy(outputs.logits, self.temperature)
@@ -106,14 +72,12 @@ class ASH(Detector):
     description: ClassVar[str] = "energy after pruning the features"
     paper: ClassVar[str] = "Djurisic et al. 2023"
 
-    variant: str = "b"
-    percentile: float = 65.0
-
-    def __post_init__(self) -> None:
-        if self.variant not in ASH_VARIANTS:
-            raise InputError(f"the variant of ASH is {self.variant!r}, but it must be {' or '.join(ASH_VARIANTS)}.")
-        if not 0 <= self.percentile < 100:
-            raise InputError(f"the percentile of ASH is {self.percentile}, but it must be at least 0 and below 100.")
+    variant: str = field(
+        default="b", metadata={"choices": ("p", "b", "s"), "help": "survivors stay (p), become equal (b), grow (s)"}
+    )
+    percentile: float = field(
+        default=65.0, metadata={"ge": 0.0, "lt": 100.0, "help": "percentage of the features that are set to 0"}
+    )
 
     def applies(self, readout: Readout | None) -> bool:
         return readout is not None
@@ -148,7 +112,9 @@ class ScoreNorm(Detector):
     paper: ClassVar[str] = "Liao et al. 2024"
     needs_score: ClassVar[bool] = True
 
-    sigma: float | None = None
+    sigma: float | None = field(
+        default=None, metadata={"gt": 0.0, "help": "noise level; without it the network's own default"}
+    )
 
     def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
         if readout is None or readout.score is None:
@@ -173,11 +139,6 @@ class FunctionDetector(Detector):
             found = f"a tensor of shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
             raise InputError(f"a detector must return a tensor of {n} scores for {n} images, but it returned {found}.")
         return scores
-
-
-def energy(logits: Float[Tensor, "n classes"], temperature: float = 1.0) -> Float[Tensor, " n"]:
-    """−T · logsumexp(g/T), in float64 (Liu et al. 2020)."""
-    return -temperature * torch.logsumexp(logits.double() / temperature, dim=1)
 
 
 def ash_p(z: Float[Tensor, "n d"], k: int) -> Float[Tensor, "n d"]:
@@ -215,8 +176,16 @@ DETECTORS: dict[str, Detector] = {
     "max_logit": MaxLogit(),
     "energy": Energy(),
     "ash": ASH(),
+    "ash_p": ASH("p", 60.0),
+    "ash_s": ASH("s", 95.0),
+    "react": ReAct(),
+    "dice": DICE(),
+    "vim": ViM(),
+    "knn": KNN(),
+    "mahalanobis": Mahalanobis(),
     "gradnorm": GradNorm(),
     "score_norm": ScoreNorm(),
+    "gaussian": Gaussian(),
 }
 
 

@@ -25,7 +25,8 @@ class Row:
     """One number with everything that says what it is.
 
     `scope` is "client" (one client), "weighted" (mean over clients with `weight`) or "pooled" (all clients' samples
-    together). `metric` is accuracy, accuracy_generic, auroc, fpr95, aupr, rejected, accuracy_accepted or auroc_joint.
+    together). `metric` is accuracy, accuracy_generic, auroc, fpr95, aupr, rejected, accuracy_accepted, auroc_joint or,
+    where a run set training images aside, rejected_calibrated: the share above the threshold that they give.
     """
 
     run: str
@@ -57,6 +58,36 @@ class _Answers:
     scores: Mapping[str, Mapping[int, Tensor]]  # detector → client → outlier scores
 
 
+@dataclass(frozen=True)
+class Fitted:
+    """Detectors fitted for a federation: those that serve everyone, and those that each client has for itself."""
+
+    common: Mapping[str, Detector]
+    own: Mapping[int, Mapping[str, Detector]]
+    sums: Mapping[str, Sequence[Mapping[str, Tensor]]]  # detector → one set of sums a pass, to fit it again from
+    own_sums: Mapping[int, Mapping[str, Sequence[Mapping[str, Tensor]]]]
+
+    @property
+    def names(self) -> set[str]:
+        """The detectors that someone can use."""
+        return {*self.common, *(name for own in self.own.values() for name in own)}
+
+    def of(self, client: int) -> dict[str, Detector]:
+        """The detectors that a client can use."""
+        return {**self.common, **self.own.get(client, {})}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The rows of one state, and what was made on the way and a model for use needs too."""
+
+    rows: list[Row]
+    state: RunState  # with the private nets as they were tested
+    fitted: Fitted
+    calibration: Mapping[str, Mapping[int, Tensor]]  # detector → client → scores of the images that were set aside
+    generic_calibration: Mapping[str, Mapping[int, Tensor]]  # the same by the model that has no private part
+
+
 @final
 class Evaluator:
     """Runs a trained federation over its test sets."""
@@ -68,33 +99,55 @@ class Evaluator:
         self._method: Method = engine.method
         self._nets = engine.nets()
         self._shared, self._personal, _ = engine.layout.pack(self._nets)
-        engine.layout.bind(self._nets, self._shared, self._personal)
+        self._frozen = engine.layout.pack_frozen(self._nets)
+        engine.layout.bind(self._nets, self._shared, self._personal, self._frozen)
         self._nets.eval().requires_grad_(False)
         shape = (1, -1, 1, 1)
         self._mean = torch.tensor(self._federation.mean, device=self._shared.device).view(shape)
         self._std = torch.tensor(self._federation.std, device=self._shared.device).view(shape)
         names = engine.layout.personal_names
         self._private = bool(names)
+        self._prepared: dict[tuple[str, int, bool], Detector] = {}
         self._private_features = any(name.startswith("backbone.") for name in names)
 
-    @torch.no_grad()
-    def rows(self, state: RunState, *, run: str = "", method: str = "") -> list[Row]:
+    def evaluation(self, state: RunState, *, run: str = "", method: str = "") -> Evaluation:
         """All rows of one state; tests without a sample of a client yield no row for it."""
-        self._load(state)
-        detectors = self._fitted(state)
-        answers = [self._answers(test, state, detectors) for test in self._federation.tests]
+        ready = self._engine.personalise(state.server, state.clients)  # trains, so gradients must be on
+        state = replace(state, clients=tuple(ready))
+        with torch.no_grad():
+            self._load(state)
+            self._prepared.clear()
+            fitted = self._fitted(state)
+            answers = [self._answers(test, state, fitted) for test in self._federation.tests]
+            aside = self._federation.calibration_test
+            calibration = self._answers(aside, state, fitted).scores if aside is not None else {}
+            generic = calibration
+            if aside is not None and self._private:
+                generic = self._answers(replace(aside, unseen=True), state, fitted).scores
         blank = Row(
             run=run, method=method, seed=self._config.seed, round=state.server.round, scope="", client=None, dataset="",
             split="", corruption=None, severity=None, detector=None, metric="", value=0.0, weight=0.0,
         )  # fmt: skip
-        return [*_accuracy_rows(blank, answers, self._private), *_detection_rows(blank, answers)]
+        rows = [
+            *_accuracy_rows(blank, answers, self._private),
+            *_detection_rows(blank, answers),
+            *_calibrated_rows(blank, answers, calibration),
+        ]
+        return Evaluation(rows, state, fitted, calibration, generic)
 
     def _load(self, state: RunState) -> None:
         self._shared.copy_(state.server.shared)
+        self._frozen.copy_(state.server.frozen)
         self._engine.layout.load_integers(self._nets, state.server.integers)
 
     def _become(self, client: ClientState) -> None:
         self._personal.copy_(client.personal)
+
+    def _become_anyone(self, state: RunState) -> None:
+        """Private values of someone whom the federation does not know: the mean over the clients that have data."""
+        rows = [client.personal for client in state.clients if len(client.indices)]
+        if self._private and rows:
+            self._personal.copy_(torch.stack(rows).mean(0))
 
     def _context(self, state: RunState, client: ClientState, purpose: str) -> Context:
         return Context(
@@ -106,6 +159,8 @@ class Evaluator:
             server=state.server.extra,
             memory=client.memory,
             rng=Streams(self._config.seed, state.server.round, client.id, purpose, device=self._shared.device),
+            mean=self._mean,
+            std=self._std,
         )
 
     def _features(self, store: Any, indices: Tensor | None = None) -> Tensor:
@@ -119,74 +174,104 @@ class Evaluator:
         return images
 
     def _outputs(
-        self, store: Any, parts: Sequence[Tensor], state: RunState, purpose: str
-    ) -> Iterator[tuple[int, Output]]:
-        """Each client's output for its part of a store; features are computed once where all clients share them."""
-        parts = [part.to(self._shared.device) for part in parts]
+        self, test: TestSet, state: RunState, *, adapt: bool
+    ) -> Iterator[tuple[ClientState, Tensor, Output]]:
+        """Each client's output for its part of a test set; features are computed once where all clients share them."""
+        parts = [part.to(self._shared.device) for part in test.indices]
+        streams = adapt and self._method.adapts
         shared = None
-        if not (self._method.adapts or self._private_features):
-            z = self._features(store)
+        if not (streams or self._private_features):
+            z = self._features(test.store)
             shared = Output(z, z) if self._private else Output(z, self._method.logits(self._nets, z))
         for client, part in zip(state.clients, parts, strict=True):
             if len(part) == 0:
                 continue
             self._become(client)
-            if shared is None:
-                predict = self._method.predictor(self._nets, self._context(state, client, purpose))
-                pieces = torch.split(part, self._config.eval_batch)
-                outputs = [predict(self._images(store, piece)) for piece in pieces]
-                yield client.id, Output(torch.cat([o.z for o in outputs]), torch.cat([o.logits for o in outputs]))
-            elif self._private:
-                z = shared.z[part]
-                yield client.id, Output(z, self._method.logits(self._nets, z))
+            if test.unseen:
+                self._become_anyone(state)
+            if streams:
+                predict = self._method.predictor(self._nets, self._context(state, client, test.key))
+                pieces = torch.split(part, self._method.test_batch or self._config.eval_batch)
+                outputs = [predict(self._images(test.store, piece)) for piece in pieces]
+                found = Output(torch.cat([o.z for o in outputs]), torch.cat([o.logits for o in outputs]))
+            elif shared is None or self._private:
+                z = self._features(test.store, part) if shared is None else shared.z[part]
+                found = Output(z, self._method.logits(self._nets, z))
             else:
-                yield client.id, Output(shared.z[part], shared.logits[part])
+                found = Output(shared.z[part], shared.logits[part])
+            yield client, part, found
 
-    def _fitted(self, state: RunState) -> dict[str, Detector]:
-        """The detectors that apply, fitted on sums of statistics over the clients' training features."""
+    def _fitted(self, state: RunState) -> Fitted:
+        """The detectors that apply, fitted on statistics of the clients' training features, without adaptation."""
         readout = self._method.readout(self._nets)
-        fitted = {name: detector for name, detector in self._detectors.items() if detector.applies(readout)}
-        for name, detector in fitted.items():
-            for _ in range(detector.passes):
-                total: dict[str, Tensor] = {}
-                train = self._federation.train
-                for client, output in self._outputs(train, self._federation.train_indices, state, "fit"):
-                    labels = train.labels[self._federation.train_indices[client].to(train.labels.device)]
-                    labels = labels.to(output.z.device)
-                    sums = detector.statistics(output, labels, self._method.readout(self._nets))
-                    for key, value in sums.items():
-                        total[key] = total[key] + value if key in total else value
-                detector = detector.fit(total)
-            fitted[name] = detector
-        return fitted
+        used = {name: detector for name, detector in self._detectors.items() if detector.applies(readout)}
+        train = TestSet("train", "in", self._federation.train, self._federation.train_indices)
+        learning = any(detector.passes for detector in used.values())
+        found = list(self._outputs(train, state, adapt=False)) if learning else []
+        labels = [train.store.labels[part.to(train.store.labels.device)].to(part.device) for _, part, _ in found]
+        common: dict[str, Detector] = {}
+        own: dict[int, dict[str, Detector]] = {client.id: {} for client, _, _ in found}
+        sums: dict[str, list[dict[str, Tensor]]] = {}
+        own_sums: dict[int, dict[str, list[dict[str, Tensor]]]] = {client.id: {} for client, _, _ in found}
+        for name, detector in used.items():
+            if not detector.local:
+                for _ in range(detector.passes):
+                    total: dict[str, Tensor] = {}
+                    for (client, _, output), y in zip(found, labels, strict=True):
+                        self._become(client)
+                        for key, value in detector.statistics(output, y, self._method.readout(self._nets)).items():
+                            total[key] = total[key] + value if key in total else value
+                    sums.setdefault(name, []).append(total)
+                    detector = detector.fit(total)
+                common[name] = detector
+                continue
+            for (client, _, output), y in zip(found, labels, strict=True):
+                self._become(client)
+                mine = detector
+                for _ in range(detector.passes):
+                    total = mine.statistics(output, y, self._method.readout(self._nets))
+                    own_sums[client.id].setdefault(name, []).append(total)
+                    mine = mine.fit(total)
+                own[client.id][name] = mine
+        return Fitted(common, own, sums, own_sums)
 
-    def _answers(self, test: TestSet, state: RunState, detectors: Mapping[str, Detector]) -> _Answers:
+    def _answers(self, test: TestSet, state: RunState, fitted: Fitted) -> _Answers:
         correct, generic = {}, {}
-        scores: dict[str, dict[int, Tensor]] = {name: {} for name in detectors}
+        scores: dict[str, dict[int, Tensor]] = {name: {} for name in self._detectors if name in fitted.names}
         common: tuple[Tensor, dict[str, Tensor]] | None = None
-        indices = {client.id: part for client, part in zip(state.clients, test.indices, strict=True)}
-        purpose = f"{test.split}/{test.name}/{test.corruption}/{test.severity}"
-        for client, output in self._outputs(test.store, test.indices, state, purpose):
-            part = indices[client].to(output.logits.device)
-            if test.unseen:  # nobody's private head was made for this domain
+        for client, part, output in self._outputs(test, state, adapt=True):
+            if test.unseen and not self._method.adapts:  # nobody's private head was made for this domain
                 output = Output(output.z, self._method.generic_logits(self._nets, output.z))
             if test.split != "out":
                 labels = test.store.labels[part.to(test.store.labels.device)].to(part.device)
-                correct[client] = (output.logits.argmax(1) == labels).cpu()
+                correct[client.id] = (output.logits.argmax(1) == labels).cpu()
                 if self._private:
-                    generic[client] = (self._method.generic_logits(self._nets, output.z).argmax(1) == labels).cpu()
-            if common is not None and torch.equal(common[0], part):
-                own = common[1]
-            else:
-                ask = self._method.generic_readout if test.unseen else self._method.readout
-                readout: Readout = ask(self._nets)
-                own = {name: detector(output, readout).cpu() for name, detector in detectors.items()}
-            if not (self._private or self._method.adapts):
+                    generic[client.id] = (self._method.generic_logits(self._nets, output.z).argmax(1) == labels).cpu()
+            ask = self._method.generic_readout if test.unseen else self._method.readout
+            readout: Readout = ask(self._nets)
+            everyone = -1 if test.unseen or not self._private else client.id  # whose model it is
+            if common is None or not torch.equal(common[0], part):
+                found = self._scores(fitted.common, output, readout, everyone, test.unseen)
                 # Clients that share the model and see the same images, as in most OUT sets, share the scores too.
-                common = (part, own)
-            for name, values in own.items():
-                scores[name][client] = values
+                common = None if self._private or self._method.adapts else (part, found)
+            else:
+                found = common[1]
+            own = self._scores(fitted.own.get(client.id, {}), output, readout, client.id, test.unseen)
+            for name, values in (found | own).items():
+                scores[name][client.id] = values
         return _Answers(test, correct, generic, scores)
+
+    def _scores(
+        self, detectors: Mapping[str, Detector], output: Output, readout: Readout, model: int, unseen: bool
+    ) -> dict[str, Tensor]:
+        """Scores of all detectors; what a detector computes once for a model is kept for the next test set."""
+        scores = {}
+        for name, detector in detectors.items():
+            key = (name, model, unseen)
+            if key not in self._prepared:
+                self._prepared[key] = detector.prepared(readout)
+            scores[name] = self._prepared[key](output, readout).cpu()
+        return scores
 
 
 def _accuracy_rows(blank: Row, answers: Sequence[_Answers], private: bool) -> Iterator[Row]:
@@ -241,6 +326,28 @@ def _detection_rows(blank: Row, answers: Sequence[_Answers]) -> Iterator[Row]:
                 yield from _scoped(replace(about, metric="auroc_joint"), values, sizes, auroc(_pool(known), pooled_out))
 
 
+def _calibrated_rows(
+    blank: Row, answers: Sequence[_Answers], calibration: Mapping[str, Mapping[int, Tensor]]
+) -> Iterator[Row]:
+    """The share rejected at a client's own threshold, which no test image had a part in; pooled: at everyone's."""
+    for detector, aside in calibration.items():
+        found = [part for answer in answers for part in answer.scores[detector].values()]
+        if not aside or any(bool(part.isnan().any()) for part in (*aside.values(), *found)):
+            continue
+        tau = threshold_at_tpr(_pool(aside))
+        taus = {client: threshold_at_tpr(values) for client, values in aside.items()}
+        for answer in answers:
+            scores = answer.scores[detector]
+            rejected = {client: values > taus.get(client, tau) for client, values in scores.items()}
+            if rejected:
+                yield from _scoped(
+                    replace(_about(blank, answer.test), detector=detector, metric="rejected_calibrated"),
+                    {client: float(values.double().mean()) for client, values in rejected.items()},
+                    {client: len(values) for client, values in rejected.items()},
+                    float((_pool(scores) > tau).double().mean()),
+                )
+
+
 def _acceptance_rows(
     about: Row, answer: _Answers, detector: str, taus: Mapping[int, float], tau: float
 ) -> Iterator[Row]:
@@ -259,7 +366,7 @@ def _acceptance_rows(
     )
     accepted = {client: answer.correct[client][~values] for client, values in rejected.items()}
     accepted = {client: right for client, right in accepted.items() if len(right)}
-    everyone = _pool(answer.correct)[~pooled]
+    everyone = _pool({client: answer.correct[client] for client in scores})[~pooled]
     if accepted and len(everyone):
         yield from _scoped(
             replace(about, metric="accuracy_accepted"),
@@ -291,4 +398,4 @@ def evaluate(
     engine: Engine, state: RunState, detectors: Mapping[str, Detector], *, run: str = "", method: str = ""
 ) -> list[Row]:
     """All rows of a trained federation: method × detector × test set, per client, weighted and pooled."""
-    return Evaluator(engine, detectors).rows(state, run=run, method=method)
+    return Evaluator(engine, detectors).evaluation(state, run=run, method=method).rows

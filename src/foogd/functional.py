@@ -210,6 +210,54 @@ def outlier_exposure(logits: Float[Tensor, "b classes"]) -> Float[Tensor, ""]:
     return (torch.logsumexp(logits, dim=1) - logits.mean(dim=1)).mean()
 
 
+def entropy(logits: Float[Tensor, "b classes"]) -> Float[Tensor, " b"]:
+    """The entropy of the softmax of each sample, H = −Σ_c p_c log p_c; a logit of −∞ counts as 0, as in the limit."""
+    log_p = torch.log_softmax(_at_least_float32(logits), dim=1)
+    p = log_p.exp()
+    # 0·∞ is no number, in the gradient too, so the logarithm is replaced where p is 0.
+    return -(p * log_p.masked_fill(p == 0, 0.0)).sum(dim=1)
+
+
+def head_gradient(
+    z: Float[Tensor, "b d"], logits: Float[Tensor, "b classes"], y: Int[Tensor, " b"]
+) -> tuple[Float[Tensor, "classes d"], Float[Tensor, " classes"]]:
+    """The gradient of the mean cross-entropy for the weight and the bias of a linear head with these logits.
+
+    ∂W = (p − onehot(y))ᵀ z / B and ∂b = Σ_i (p_i − onehot(y_i)) / B, differentiable with respect to z and the logits.
+    """
+    z, logits = _at_least_float32(z), _at_least_float32(logits)
+    target = y[:, None] == torch.arange(logits.shape[1], device=y.device)
+    error = (torch.softmax(logits, dim=1) - target.to(logits.dtype)) / len(z)
+    return _product(error.T, z.T), error.sum(dim=0)
+
+
+# ----------------------------------------------------------------------------------------------------------- contrast
+
+
+def supcon(u: Float[Tensor, "n d"], y: Int[Tensor, " n"], *, temperature: float) -> Float[Tensor, ""]:
+    """The supervised contrastive loss (Khosla et al., NeurIPS 2020, the sum over positives outside the logarithm).
+
+    −1/|A| Σ_{i∈A} 1/|P(i)| Σ_{p∈P(i)} log( exp(u_i·u_p/T) / Σ_{a≠i} exp(u_i·u_a/T) ) for rows u scaled to length 1;
+    P(i) are the other rows with the label of i, and A the rows where there is one. Without any the loss is 0.
+    """
+    n = len(u)
+    if n < 2:
+        return 0.0 * _at_least_float32(u).sum()
+    unit = _unit(_at_least_float32(u))
+    similarity = _product(unit, unit) / temperature
+    itself = torch.eye(n, dtype=torch.bool, device=u.device)
+    positive = (y[:, None] == y) & ~itself
+    count = positive.sum(dim=1)
+    normaliser = torch.logsumexp(similarity.masked_fill(itself, -math.inf), dim=1)
+    mean = torch.where(positive, similarity, 0.0).sum(dim=1) / count.clamp_min(1)
+    return torch.where(count > 0, normaliser - mean, 0.0).sum() / (count > 0).sum().clamp_min(1)
+
+
+def simclr(u: Float[Tensor, "n d"], u_hat: Float[Tensor, "n d"], *, temperature: float) -> Float[Tensor, ""]:
+    """`supcon` without labels: the only positive of a row is its other view (NT-Xent, Chen et al., ICML 2020)."""
+    return supcon(torch.cat([u, u_hat]), torch.arange(len(u), device=u.device).repeat(2), temperature=temperature)
+
+
 # ------------------------------------------------------------------------------------------------------ shared parts
 
 
@@ -219,6 +267,12 @@ def _at_least_float32(x: Tensor) -> Tensor:
 
 def _autocast_off(device: str) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
+
+
+def _unit(u: Tensor) -> Tensor:
+    """Rows scaled to length 1; a row of zeros stays as it is, with a gradient of ordinary size."""
+    norm = torch.linalg.vector_norm(u, dim=1, keepdim=True)
+    return u / torch.where(norm > 1e-12, norm, 1.0)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

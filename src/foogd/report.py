@@ -9,7 +9,22 @@ from typing import final
 
 from .evaluate import Row
 
-NAMES = {"msp": "MSP", "energy": "energy", "max_logit": "max logit", "score_norm": "score norm", "ash": "ASH"}
+NAMES = {
+    "msp": "MSP",
+    "energy": "energy",
+    "max_logit": "max logit",
+    "score_norm": "score norm",
+    "ash": "ASH-B",
+    "ash_p": "ASH-P",
+    "ash_s": "ASH-S",
+    "react": "ReAct",
+    "dice": "DICE",
+    "vim": "ViM",
+    "knn": "KNN",
+    "mahalanobis": "Mahalanobis",
+    "gaussian": "Gaussian",
+    "gradnorm": "GradNorm",
+}
 
 
 @final
@@ -113,6 +128,24 @@ class Report:
                 if any(found):
                     lines.append((method, NAMES.get(detector, detector), *map(_percent, found)))
         return Table(f"{self._title(scope)}, threshold at 95 % of IN accepted", columns, tuple(lines))
+
+    def thresholds(self, scope: str = "weighted") -> Table:
+        """What is rejected at the thresholds that 95 % of the images set aside pass; no lines where none were."""
+        sets = self.out_sets()
+        columns = ("method", "detector", "IN rejected", "IN-C rejected", *(f"{name} rejected" for name in sets))
+        lines = []
+        for method in self.methods():
+            for detector in self.detectors():
+                found = [
+                    self.values(
+                        method=method, metric="rejected_calibrated", split=split, scope=scope, detector=detector,
+                        dataset=dataset,
+                    )
+                    for split, dataset in (("in", None), ("in-c", None), *(("out", name) for name in sets))
+                ]  # fmt: skip
+                if any(found):
+                    lines.append((method, NAMES.get(detector, detector), *map(_percent, found)))
+        return Table(f"{self._title(scope)}, thresholds of the clients from images set aside", columns, tuple(lines))
 
     def _title(self, scope: str) -> str:
         count = len(self.seeds())

@@ -35,9 +35,10 @@ from .detect import Detector, resolve_detector
 from .engine.arena import Layout
 from .engine.eager import EagerEngine, resolve_device
 from .errors import InputError
-from .evaluate import Row, evaluate
+from .evaluate import Evaluation, Evaluator, Row
 from .methods import method_fields, method_settings
 from .methods.base import Method
+from .model import ABOUT, MODEL, TENSORS, model_tensors
 from .report import Report, Table
 from .simulate import RoundResult, RunState, initial_state, restore_state, simulate, state_tensors
 
@@ -137,7 +138,7 @@ class Run:
         saved = load_checkpoint(self.folder)
         if saved is None:
             return self.fresh_state()
-        return restore_state(initial_state(self.engine), saved[0], saved[1])
+        return restore_state(initial_state(self.engine, pretrain=False), saved[0], saved[1])
 
     def finished_rounds(self) -> int:
         """The round of the last checkpoint, 0 where there is none."""
@@ -149,7 +150,10 @@ class Run:
         saved = load_checkpoint(self.folder)
         if saved is None or saved[1] != self.config.rounds or not (self.folder / SUMMARY).is_file():
             return False
-        return len(read_rounds(self.folder)) == saved[1] and bool(read_rows(self.folder))
+        return self._has_model() and len(read_rounds(self.folder)) == saved[1] and bool(read_rows(self.folder))
+
+    def _has_model(self) -> bool:
+        return (self.folder / MODEL / ABOUT).is_file()
 
     def train(self) -> Iterator[RoundResult]:
         """Train what is left; after each round everything is on disk."""
@@ -165,7 +169,8 @@ class Run:
         lost = [round for round in range(1, done) if self._due(round) and (round, None) not in found]
         if lost:
             raise InputError(f"{self.folder} is half-written: {ROWS} has no row of round {lost[0]}")
-        if done and self._due(done) and not {(done, name) for name in self._measured()} <= found:
+        measured = {(done, name) for name in self._measured()} <= found
+        if done and self._due(done) and not (measured and (done < self.config.rounds or self._has_model())):
             self._evaluate(state, self.detectors)
         for result in simulate(self.method, self.federation, self.config, self.engine, start=state):
             lines.append(_round_line(result))
@@ -196,11 +201,13 @@ class Run:
 
     def _evaluate(self, state: RunState, detectors: Mapping[str, Detector]) -> list[Row]:
         """New rows, which replace older ones of the same round and detector; all others stay."""
-        found = evaluate(self.engine, state, detectors, run=self.name, method=self.config.method)
-        fresh = {(row.round, row.detector) for row in found}
-        rows = [row for row in read_rows(self.folder) if (row.round, row.detector) not in fresh] + found
+        done = Evaluator(self.engine, detectors).evaluation(state, run=self.name, method=self.config.method)
+        if state.server.round == self.config.rounds and detectors is self.detectors:
+            save_model(self.folder, done, self.federation, self.config)
+        fresh = {(row.round, row.detector) for row in done.rows}
+        rows = [row for row in read_rows(self.folder) if (row.round, row.detector) not in fresh] + done.rows
         write_atomic(self.folder / ROWS, _jsonl([row.as_dict() for row in rows]))
-        return found
+        return done.rows
 
     def evaluate(self, detectors: Sequence[str] = ()) -> list[Row]:
         """Evaluate the last checkpoint with these detectors, or with those of the run that the method can serve."""
@@ -231,6 +238,7 @@ class Run:
         refused = sum(len(line["refused"]) for line in lines)
         seconds = sum(line["seconds"] for line in lines)
         up, down = (sum(line[key] for line in lines) / max(1, len(lines)) / 2**20 for key in ("bytes_up", "bytes_down"))
+        aside = sum(len(indices) for indices in self.federation.calibration_indices)
         text = [
             f"# {self.config.method}, seed {self.config.seed}",
             "",
@@ -239,9 +247,12 @@ class Run:
             "",
             leaks_sentence(read_leaks(self.folder)),
             "",
+            *([f"{aside} training images were set aside to find thresholds.", ""] if aside else ()),
             *(line for sentence in self.unranked(report.rows) for line in (sentence, "")),
             *_section("Results", report.headline()),
             *_section("Joint view", report.joint()),
+            *(_section("Thresholds", thresholds) if (thresholds := report.thresholds()).rows else ()),
+            *_section("Communication", communication_table(lines)),
             *_section("Partition", partition_table(self.federation)),
         ]
         write_atomic(self.folder / SUMMARY, ("\n".join(text) + "\n").encode())
@@ -268,6 +279,7 @@ def make_federation(config: Config) -> Federation:
         constants=config.constants,
         test_share=config.test_share,
         leave_out=config.leave_out,
+        calibration=config.calibration,
     )
 
 
@@ -282,6 +294,7 @@ def write_partition(folder: Path, federation: Federation) -> None:
         "classes": list(federation.train.classes),
         "counts": counts,
         "indices": [indices.tolist() for indices in federation.train_indices],
+        "calibration_indices": [indices.tolist() for indices in federation.calibration_indices],
         "training_images_in_tests": count_leaks(federation),
     }
     picture = io.BytesIO()
@@ -312,6 +325,17 @@ def partition_table(federation: Federation) -> Table:
     names = federation.train.classes or tuple(str(c) for c in range(federation.num_classes))
     rows = tuple((str(client), str(int(row.sum())), *(str(int(n)) for n in row)) for client, row in enumerate(counts))
     return Table("training images", ("client", "all", *names), rows)
+
+
+def communication_table(lines: Sequence[Mapping[str, Any]]) -> Table:
+    """What one participant was sent and sent back, in the first round, in the last one and in the mean of all."""
+    chosen = [("first", lines[:1]), ("last", lines[-1:]), ("mean", lines)]
+    rows = []
+    for name, some in chosen:
+        participants = sum(len(line["participants"]) for line in some) or 1
+        down, up = (sum(line[key] for line in some) / participants for key in ("bytes_down", "bytes_up"))
+        rows.append((name, f"{down:,.0f}", f"{up:,.0f}"))
+    return Table("bytes of one participant in a round", ("round", "down", "up"), tuple(rows))
 
 
 def _section(title: str, table: Table) -> list[str]:
@@ -355,7 +379,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 def remove_drafts(folder: Path) -> None:
     """Sweep up what a killed process left: drafts, and checkpoints that are not the last."""
-    for place in (folder, folder / CHECKPOINT):
+    for place in (folder, folder / CHECKPOINT, folder / MODEL):
         for draft in place.glob(f".*{DRAFT}"):
             draft.unlink(missing_ok=True)
     path = folder / CHECKPOINT / STATE
@@ -448,11 +472,35 @@ def save_checkpoint(folder: Path, state: RunState, layout: Layout) -> None:
         "sha256": hashlib.sha256(data).hexdigest(),
         "layout": _places(layout, layout.shared_names),
         "private_layout": _places(layout, layout.personal_names),
+        "frozen_layout": _places(layout, layout.frozen_names),
     }
     write_atomic(checkpoint / STATE, json.dumps(about).encode())
     for old in checkpoint.glob("round-*.safetensors"):
         if old.name != name:
             old.unlink(missing_ok=True)
+
+
+def save_model(folder: Path, found: Evaluation, federation: Federation, config: Config) -> None:
+    """The trained model for use, in two files; `model.json` names the other and is written last."""
+    from safetensors.torch import save
+
+    names = [name for name in config.detectors if name in found.fitted.names]
+    data = save(model_tensors(found, names))
+    classes = federation.train.classes or tuple(str(c) for c in range(federation.num_classes))
+    about = {
+        "round": found.state.server.round,
+        "method": config.method,
+        "clients": federation.clients,
+        "shape": list(federation.shape),
+        "classes": list(classes),
+        "mean": list(federation.mean),
+        "std": list(federation.std),
+        "detectors": names,
+        "file": TENSORS,
+        "sha256": hashlib.sha256(data).hexdigest(),
+    }
+    write_atomic(folder / MODEL / TENSORS, data)
+    write_atomic(folder / MODEL / ABOUT, f"{json.dumps(about, indent=2)}\n".encode())
 
 
 def _checkpoint_name(round: int) -> str:
@@ -494,6 +542,8 @@ def load_values(folder: Path) -> dict[str, Tensor]:
         raise InputError(f"{folder} has no finished round to start from")
     tensors, about = saved
     values = _named(tensors["server.shared"], about["layout"])
+    if about.get("frozen_layout"):
+        values |= _named(tensors["server.frozen"], about["frozen_layout"])
     prefix = "server.integers."
     values |= {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
     return values
@@ -533,8 +583,8 @@ def read_checkpoint_state(path: Path) -> dict[str, Any]:
     round, layout = about.get("round"), about.get("layout")
     if type(round) is not int or round < 1 or about.get("file") != _checkpoint_name(round):
         raise InputError(f"{path} is damaged: it does not name a round and the file of that round")
-    private = about.get("private_layout", [])
-    if not all(isinstance(rows, list) and all(_is_slice(entry) for entry in rows) for rows in (layout, private)):
+    layouts = (layout, about.get("private_layout", []), about.get("frozen_layout", []))
+    if not all(isinstance(rows, list) and all(_is_slice(entry) for entry in rows) for rows in layouts):
         raise InputError(f"{path} is damaged: its layout is not a list of name, offset and shape")
     return about
 

@@ -98,6 +98,21 @@ def resolve(preset: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[Co
         raise InputError(f"method {name} cannot be made from its settings: {error}") from error
 
 
+def read_run_config(path: Path) -> tuple[Config, Method]:
+    """Configuration and method from a run's config.toml, which names every setting."""
+    settings = parse_toml(path.read_bytes(), str(path))
+    try:
+        config, method = resolve(settings, {})
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    known = [item.name for item in fields(Config)]
+    known += [key for key, (_, item) in method_fields(config.method).items() if item.default is not None]
+    missing = [key for key in known if key not in settings]
+    if missing:
+        raise InputError(f"{path} is half-written: it has no {', '.join(missing)}")
+    return config, method
+
+
 def _flatten(preset: Mapping[str, Any], name: str) -> dict[str, Any]:
     """A preset without its tables, and with the values of those that belong to the method."""
     base, suffix = split_name(name)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .config import Config
 from .data.federation import Federation
-from .engine.aggregate import WeightedMean, private_refusal, refusal
+from .engine.aggregate import WeightedMean, private_refusal, refusal, survey_refusal
 from .engine.eager import EagerEngine, Engine
 from .engine.rng import Streams, generator
 from .errors import InputError
@@ -61,12 +61,21 @@ def simulate(
 
 
 def initial_state(
-    engine: Engine, init: Mapping[str, Tensor] | None = None, private: Sequence[Mapping[str, Tensor]] = ()
+    engine: Engine,
+    init: Mapping[str, Tensor] | None = None,
+    private: Sequence[Mapping[str, Tensor]] = (),
+    *,
+    pretrain: bool = True,
 ) -> RunState:
-    """The start of a run; `init` and `private` replace values by name, as from a finished run and its clients."""
+    """The start of a run; `init` and `private` replace values by name, as from a finished run and its clients.
+
+    Without `pretrain` the server's own training before round 1 is left out: for its shape, not for its values.
+    """
     nets, layout, config = engine.nets(), engine.layout, engine.config
     if init is not None:
         _replace_values(nets.state_dict(), init)
+    if pretrain:
+        engine.pretrain(nets)
     shared, personal, integers = layout.pack(nets)
     rows = [personal.clone() for _ in engine.federation.train_indices]
     if private and layout.personal_size:
@@ -87,7 +96,8 @@ def initial_state(
         )
         for client, indices in enumerate(engine.federation.train_indices)
     )
-    return RunState(ServerState(shared, extra, integers), clients)
+    server = ServerState(shared, extra, integers, frozen=layout.pack_frozen(nets), clients=len(clients))
+    return RunState(server, clients)
 
 
 def _replace_values(values: Mapping[str, Tensor], init: Mapping[str, Tensor]) -> None:
@@ -129,13 +139,27 @@ def run_round(engine: Engine, state: RunState, round: int) -> RoundResult:
     # Engines replace the tensors of a client and never write into them, so a shallow copy keeps the old state.
     clients = {client.id: replace(client) for client in state.clients}
     participants = sample_clients(list(clients.values()), config.participation, config.seed, round)
-    server = method.begin(server, engine.survey(server, participants, round))
+    refused: dict[int, str] = {}
+    bytes_up = 0
+    answers = []
+    for answer in engine.survey(server, participants, round):
+        bytes_up += _bytes(*answer.sums.values())
+        reason = survey_refusal(answer)
+        if reason is None:
+            answers.append(answer)
+        else:
+            refused[answer.client] = reason
+    server = method.begin(server, answers)
+    bytes_down = 0
+    for client in participants:
+        bytes_down += _bytes(server.shared, *server.extra.values(), *server.integers.values())
+        if client.holds != server.frozen_round:  # else it was sent the same values before
+            bytes_down += _bytes(server.frozen)
+            client.holds = server.frozen_round
 
     fold = WeightedMean(engine.layout, exact_bn=config.bn_pool == "exact")
     counted: list[Update] = []
-    refused: dict[int, str] = {}
-    bytes_up = 0
-    for update in engine.train(server, participants, round):
+    for update in engine.train(server, [client for client in participants if client.id not in refused], round):
         bytes_up += _bytes(update.shared, *update.extra.values(), *update.integers.values())
         reason = refusal(update, server) or private_refusal(clients[update.client])
         if reason is None:
@@ -145,12 +169,14 @@ def run_round(engine: Engine, state: RunState, round: int) -> RoundResult:
         else:
             refused[update.client] = reason
             before = next(client for client in state.clients if client.id == update.client)
-            clients[update.client] = replace(before)
+            clients[update.client] = replace(before, holds=clients[update.client].holds)
     mean = fold.finish(server)
     if counted:
         extras = [Survey(update.client, update.weight, update.extra) for update in counted]
         rng = Streams(config.seed, round, "server", device=mean.shared.device)
-        mean = method.aggregate(server, mean, extras, engine.nets, rng)
+        mean = method.aggregate(server, mean, extras, engine.server_nets(), rng)
+        if mean.frozen is not server.frozen:
+            mean = replace(mean, frozen_round=round + 1)
     return RoundResult(
         round=round + 1,
         state=RunState(mean, tuple(clients[client.id] for client in state.clients)),
@@ -158,7 +184,7 @@ def run_round(engine: Engine, state: RunState, round: int) -> RoundResult:
         losses=_weighted_losses(counted),
         refused=refused,
         seconds=time.perf_counter() - began,
-        bytes_down=len(participants) * _bytes(server.shared, *server.extra.values(), *server.integers.values()),
+        bytes_down=bytes_down,
         bytes_up=bytes_up,
     )
 
@@ -182,6 +208,10 @@ def state_tensors(state: RunState) -> dict[str, Tensor]:
     tensors = {"server.shared": state.server.shared}
     tensors |= {f"server.extra.{name}": value for name, value in state.server.extra.items()}
     tensors |= {f"server.integers.{name}": value for name, value in state.server.integers.items()}
+    if state.server.frozen.numel():
+        tensors["server.frozen"] = state.server.frozen
+        tensors["server.frozen_round"] = torch.tensor(state.server.frozen_round)
+        tensors["holds"] = torch.tensor([client.holds for client in state.clients])
     for client in state.clients:
         tensors[f"client.{client.id}.personal"] = client.personal
         tensors |= {f"client.{client.id}.memory.{name}": value for name, value in client.memory.items()}
@@ -202,9 +232,22 @@ def restore_state(fresh: RunState, tensors: Mapping[str, Tensor], round: int) ->
         found = {name: value for name, value in tensors.items() if name.startswith(prefix)}
         return {name.removeprefix(prefix): value.to(shared.device) for name, value in found.items()}
 
-    server = ServerState(saved.to(shared.device), below("server.extra."), below("server.integers."), round)
+    server = replace(
+        fresh.server,
+        shared=saved.to(shared.device),
+        extra=below("server.extra."),
+        integers=below("server.integers."),
+        round=round,
+    )
+    holds = torch.full((len(fresh.clients),), -1)
+    if fresh.server.frozen.numel():
+        frozen, since = tensors.get("server.frozen"), tensors.get("server.frozen_round")
+        if frozen is None or since is None or frozen.shape != fresh.server.frozen.shape:
+            raise InputError("the checkpoint has no fitting values of the nets that only the server changes")
+        server = replace(server, frozen=frozen.to(shared.device), frozen_round=int(since))
+        holds = tensors.get("holds", holds)
     clients = []
-    for client in fresh.clients:
+    for client, held in zip(fresh.clients, holds.tolist(), strict=True):
         personal = tensors.get(f"client.{client.id}.personal")
         if personal is None or personal.shape != client.personal.shape:
             raise InputError(f"the checkpoint has no fitting private values of client {client.id}")
@@ -214,6 +257,7 @@ def restore_state(fresh: RunState, tensors: Mapping[str, Tensor], round: int) ->
                 personal=personal.to(shared.device),
                 memory=below(f"client.{client.id}.memory."),
                 optimiser=below(f"client.{client.id}.optimiser."),
+                holds=held,
             )
         )
     return RunState(server, tuple(clients))

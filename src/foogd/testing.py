@@ -18,16 +18,20 @@ from .detect import Detector, FunctionDetector
 from .engine.batches import BatchMaker
 from .engine.eager import EagerEngine, build_nets
 from .engine.rng import Streams, generator
+from .errors import InputError
 from .evaluate import evaluate
 from .methods.base import Method
 from .metrics import auroc
 from .nets.dropout import bind_dropout
 from .simulate import RunState, initial_state, restore_state, simulate, state_tensors
-from .types import Batch, Context, Nets, Output, Readout
+from .types import Batch, Context, Nets, Output, Phase, Readout
 
 CONTRACT = Config(
     backbone="cnn", rounds=20, local_epochs=1, batch_size=16, lr=0.05, momentum=0.9, weight_decay=5e-4, device="cpu"
 )
+
+
+ROUNDS = 8  # of the run whose phases are looked at one by one
 
 
 def check_method(method: Method, federation: Federation | None = None, config: Config = CONTRACT) -> None:
@@ -49,12 +53,19 @@ def check_method(method: Method, federation: Federation | None = None, config: C
 
 
 def _context(
-    nets: Nets, federation: Federation, groups: tuple[str, ...], rng: Streams, server: Mapping[str, Tensor]
+    nets: Nets, federation: Federation, groups: tuple[str, ...], rng: Streams, server: Mapping[str, Tensor], round: int
 ) -> Context:
     return Context(
-        round=0, rounds=2, groups=groups, class_counts=federation.class_counts(0), received=nets, server=server,
-        memory={}, rng=rng,
+        round=round, rounds=ROUNDS, groups=groups, class_counts=federation.class_counts(0), received=nets,
+        server=server, memory={}, rng=rng,
     )  # fmt: skip
+
+
+def _all_phases(method: Method) -> list[tuple[int, Phase]]:
+    """Every kind of phase: of an early round, of the last one, and before a test; a kind is named by its groups."""
+    found = [(round, phase) for round in (0, ROUNDS - 1) for phase in method.phases(round, ROUNDS, 1)]
+    found += [(ROUNDS, phase) for phase in method.before_test()]
+    return list({(phase.groups, phase.received): (round, phase) for round, phase in found}.values())
 
 
 def _check_losses(method: Method, federation: Federation, config: Config) -> None:
@@ -64,14 +75,15 @@ def _check_losses(method: Method, federation: Federation, config: Config) -> Non
     batches = BatchMaker.of(method, federation, config, torch.device("cpu"))
     own = federation.train_indices[0]
     server = method.init_server(nets, Streams(0, "server"))
-    for phase in method.phases(0, 2, 1):
+    for round, phase in _all_phases(method):
         nets.eval()
         for group in phase.groups:
             assert group in method.groups, f"phase trains {group!r}, which is none of the groups {tuple(method.groups)}"
             for name in method.groups[group]:
                 nets[name].train()
-        batch = method.embed(nets, batches.training(own[: config.batch_size], own, rng))
-        losses = method.losses(nets, batch, _context(nets, federation, phase.groups, rng, server))
+        ctx = _context(nets, federation, phase.groups, rng, server, round)
+        batch = method.extend(nets, batches.training(own[: config.batch_size], own, rng), ctx)
+        losses = method.losses(nets, method.embed(nets, batch), ctx)
         assert set(losses) == set(phase.groups), f"losses have the keys {sorted(losses)}, the groups are {phase.groups}"
         parameters = {g: [p for net in method.groups[g] for p in nets[net].parameters()] for g in phase.groups}
         for group, loss in losses.items():
@@ -101,12 +113,14 @@ def _check_meta(method: Method, federation: Federation, config: Config) -> None:
     published = method.init_server(build_nets(method, federation, config), Streams(0))
     server = {name: value.to("meta") for name, value in published.items()}
     class_counts = torch.empty(federation.num_classes, device="meta")
-    for phase in method.phases(0, 2, 1):
-        ctx = Context(0, 2, phase.groups, class_counts, nets, server, {}, no_stream)
+    constants = torch.empty(1, c, 1, 1, device="meta"), torch.empty(1, c, 1, 1, device="meta")
+    for round, phase in _all_phases(method):
+        ctx = Context(round, ROUNDS, phase.groups, class_counts, nets, server, {}, no_stream, *constants)
         try:
             x_hat = method.view(x, x, no_stream) if method.views == 2 else None
-            batch = Batch(x, torch.empty(b, dtype=torch.int64, device="meta"), x_hat)
-            losses = method.losses(nets.train(), method.embed(nets, batch), ctx)
+            y = torch.empty(b, dtype=torch.int64, device="meta")
+            batch = method.extend(nets.train(), Batch(method.first_view(x, no_stream), y, x_hat), ctx)
+            losses = method.losses(nets, method.embed(nets, batch), ctx)
         except (RuntimeError, NotImplementedError) as error:
             raise AssertionError(f"the losses look at a value, or use what a graph cannot record: {error}") from error
         assert all(loss.device.type == "meta" for loss in losses.values()), "a loss left the device of its batch"
@@ -118,9 +132,12 @@ def _check_travel(method: Method, engine: EagerEngine) -> None:
     for name in nets:
         once = (name in trained) != (name in method.frozen)
         assert once, f"net {name!r} must be in a group or frozen, and not in both"
+    private = method.private_names(nets)
     for name, value in nets.state_dict().items():
         if value.is_floating_point():
-            wanted = layout.personal_names if method.personal(name) else layout.shared_names
+            frozen = name.partition(".")[0] in method.frozen
+            rest = layout.frozen_names if frozen else layout.shared_names
+            wanted = layout.personal_names if name in private else rest
             assert name in wanted, f"{name} is not in the row where it belongs"
     state = initial_state(engine)
     result = next(simulate(method, engine.federation, engine.config, engine, start=state))
@@ -135,7 +152,14 @@ def _check_travel(method: Method, engine: EagerEngine) -> None:
     other = next(still.train(state.server, [replace(state.clients[0], personal=noise)], 0))
     assert torch.equal(plain.shared, other.shared), "private values travel in the row"
     for name, value in plain.extra.items():
-        assert torch.equal(value, other.extra[name]), f"private values travel in the upload {name!r}"
+        if name not in method.disclosed:
+            assert torch.equal(value, other.extra[name]), f"private values travel in the upload {name!r}"
+    before = result.state.server.shared.clone()
+    engine.personalise(result.state.server, result.state.clients)
+    assert torch.equal(before, result.state.server.shared), "the training before a test changes the server's values"
+    for group in {group for phase in method.before_test() for group in phase.groups}:
+        parts = {f"{net}.{name}" for net in method.groups[group] for name, _ in nets[net].named_parameters()}
+        assert parts <= private, f"the training before a test trains {group!r}, which is not private"
 
 
 def _check_order(engine: EagerEngine) -> None:
@@ -178,7 +202,7 @@ def _check_save_and_load(method: Method, federation: Federation, config: Config)
     buffer.seek(0)
     with np.load(buffer, allow_pickle=False) as saved:
         tensors = {name: torch.from_numpy(saved[name]) for name in saved.files}
-    resumed = restore_state(initial_state(engine), tensors, results[0].round)
+    resumed = restore_state(initial_state(engine, pretrain=False), tensors, results[0].round)
     *_, last = simulate(method, federation, config, start=resumed)
     straight = state_tensors(results[-1].state)
     again = state_tensors(last.state)
@@ -198,15 +222,37 @@ def _check_learning(method: Method, federation: Federation, config: Config) -> N
 def check_detector(detector: Detector | Callable[[Output], Tensor]) -> None:
     """Raise AssertionError with one sentence where `detector` breaks the contract.
 
-    Larger scores for OUT on separable data (AUROC above 0.99), scores that do not depend on the other samples of the
-    batch, and finite scores on extreme input.
+    It refuses to be used before it is fitted; larger scores for OUT on separable data (AUROC above 0.99); the same
+    scores whether it is prepared for the model or not, and however the training data is cut; scores that do not depend
+    on the other samples of the batch, and finite scores on extreme input.
     """
     if not isinstance(detector, Detector):
         detector = FunctionDetector(detector)
     known, labels, unknown, readout = _separable_outputs()
-    for _ in range(detector.passes):
+    assert detector.applies(readout), "it does not apply to a model with a linear head and a score network"
+    halves = [(Output(known.z[i::2], known.logits[i::2]), labels[i::2]) for i in (0, 1)]
+    cut = detector
+    for done in range(detector.passes):
+        try:
+            detector(known, readout)
+        except InputError:
+            pass
+        except Exception as error:
+            raise AssertionError(f"before it is fitted it fails with {error!r}; InputError is needed") from error
+        else:
+            raise AssertionError(f"it can be used after {done} of {detector.passes} passes; InputError is needed")
         detector = detector.fit(detector.statistics(known, labels, readout))
+        one, two = (cut.statistics(*half, readout) for half in halves)
+        assert one.keys() == two.keys(), f"the statistics {sorted(one)} and {sorted(two)} have different names"
+        if not detector.local:
+            cut = cut.fit({name: one[name] + two[name] for name in one})
     in_scores, out_scores = detector(known, readout), detector(unknown, readout)
+    if not detector.local:
+        again = cut(unknown, readout)
+        same = torch.allclose(again, out_scores, rtol=1e-6, atol=1e-9)
+        assert same, "fitted on the sums of two halves of the data, it gives other scores than on all at once"
+    prepared = detector.prepared(readout)(unknown, readout)
+    assert torch.allclose(prepared, out_scores, rtol=1e-6, atol=1e-9), "prepared for a model, it gives other scores"
     for scores, output in ((in_scores, known), (out_scores, unknown)):
         assert scores.shape == (len(output.z),), f"the scores have shape {tuple(scores.shape)}; one a sample is needed"
     area = auroc(in_scores, out_scores)
@@ -223,14 +269,16 @@ def check_detector(detector: Detector | Callable[[Output], Tensor]) -> None:
 
 
 def _separable_outputs() -> tuple[Output, Tensor, Output, Readout]:
-    """IN features in tight, non-negative clusters that the head knows; OUT features weak and spread out."""
+    """IN features in tight, non-negative clusters that the head knows; OUT: one weak feature of each cluster."""
     stream, classes, d = generator(0, "separable"), 4, 32
     means = torch.zeros(classes, d)
     for c in range(classes):
         means[c, c * 8 : c * 8 + 8] = 4.0
     labels = torch.arange(classes).repeat(64)
     z_in = (means[labels] + 0.2 * torch.randn(len(labels), d, generator=stream)).clamp_min(0.0)
-    z_out = (0.5 + 0.2 * torch.randn(200, d, generator=stream)).clamp_min(0.0)
+    z_out = 0.1 * torch.rand(200, d, generator=stream)
+    for c in range(classes):
+        z_out[torch.arange(200), c * 8 + torch.randint(8, (200,), generator=stream)] += 1.0
     weight, bias = means / 8, torch.zeros(classes)
 
     def head(z: Tensor) -> Tensor:

@@ -27,6 +27,8 @@ class Batch(NamedTuple):
     x_hat: Float[Tensor, "b c h w"] | None = None
     z: Float[Tensor, "b d"] | None = None
     z_hat: Float[Tensor, "b d"] | None = None
+    x_more: Float[Tensor, "m c h w"] | None = None  # images that the method itself adds (`Method.extend`)
+    z_more: Float[Tensor, "m d"] | None = None
 
     @property
     def features(self) -> Float[Tensor, "b d"]:
@@ -47,10 +49,12 @@ def both_views(batch: Batch) -> Batch:
     """The batch with the features of both views one after the other, as if it were twice as large."""
     if batch.z_hat is None:
         return batch
-    return Batch(
+    return batch._replace(
         x=batch.x if batch.x_hat is None else torch.cat([batch.x, batch.x_hat]),
         y=torch.cat([batch.y, batch.y]),
+        x_hat=None,
         z=torch.cat([batch.features, batch.z_hat]),
+        z_hat=None,
     )
 
 
@@ -86,6 +90,7 @@ class Optimiser:
     weight_decay: float = 0.0
     kind: str = "sgd"  # or "adam"
     clip: float = 0.0  # largest gradient norm of the group; 0 = no clipping
+    betas: tuple[float, float] = (0.9, 0.999)  # of Adam
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,7 @@ class Phase:
 
     groups: tuple[str, ...]
     epochs: int
+    received: bool = False  # features of the nets as they arrived, not of the client's own
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,10 @@ class Context:
     server: Mapping[str, Tensor]  # what the server published for this round
     memory: Mapping[str, Tensor]  # the client's own, kept between rounds, never sent
     rng: Rng  # streams seeded by (seed, round, client, purpose)
+    mean: Float[Tensor, "1 c 1 1"] = field(default_factory=lambda: torch.zeros(1, 1, 1, 1))  # x = (image - mean)/std
+    std: Float[Tensor, "1 c 1 1"] = field(default_factory=lambda: torch.ones(1, 1, 1, 1))
+    optimiser: Optimiser = field(default_factory=lambda: Optimiser(lr=0.1))  # the run's; see `Method.optimiser`
+    steps: Mapping[str, int] = field(default_factory=dict)  # local steps of each group in this participation
 
 
 @dataclass(frozen=True)
@@ -139,6 +149,9 @@ class ServerState:
     extra: Mapping[str, Tensor] = field(default_factory=dict)
     integers: Mapping[str, Tensor] = field(default_factory=dict)
     round: int = 0
+    frozen: Float[Tensor, " f"] = field(default_factory=lambda: torch.empty(0))  # nets that only the server changes
+    frozen_round: int = 0  # the round after which they changed last: a client that holds them is not sent them again
+    clients: int = 0  # of the federation, those that do not take part included
 
 
 @dataclass
@@ -151,3 +164,4 @@ class ClientState:
     class_counts: Float[Tensor, " classes"]
     memory: dict[str, Tensor] = field(default_factory=dict)
     optimiser: dict[str, Tensor] = field(default_factory=dict)  # momentum, where a run keeps it between rounds
+    holds: int = -1  # `frozen_round` of the frozen nets that it was sent; -1: none yet

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,12 +61,54 @@ def _mix_amplitude(x: Tensor, partner: Tensor, lam: Tensor | float) -> Tensor:
     if x.shape != partner.shape:
         raise InputError(f"partner has shape {tuple(partner.shape)}; it must have that of x, {tuple(x.shape)}.")
     share = lam.reshape(-1, 1, 1, 1) if isinstance(lam, Tensor) else lam
-    size = x.shape[-2:]
-    precision = torch.promote_types(x.dtype, torch.float32)  # the FFT knows no bfloat16
-    own = torch.fft.rfft2(x.to(precision))
+    precision = torch.promote_types(x.dtype, torch.float32)  # no transform knows bfloat16
+    transform, inverse = (_dft, _inverse_dft) if x.is_cuda else (_fft, _inverse_fft)
+    own = transform(x.to(precision))
     amplitude = own.abs()
     # Where the amplitude is 0 the phase is taken as 0, as angle(0) would be.
     unit = torch.where(amplitude > 0, own / torch.where(amplitude > 0, amplitude, 1.0), 1.0)
-    other = torch.fft.rfft2(partner.to(precision)).abs()
-    mixed: Tensor = torch.fft.irfft2((1 - share) * own + share * other * unit, s=size)
+    other = transform(partner.to(precision)).abs()
+    mixed: Tensor = inverse((1 - share) * own + share * other * unit, x.shape[-2], x.shape[-1])
     return mixed
+
+
+def _fft(x: Tensor) -> Tensor:
+    spectrum: Tensor = torch.fft.rfft2(x)
+    return spectrum
+
+
+def _inverse_fft(spectrum: Tensor, height: int, width: int) -> Tensor:
+    image: Tensor = torch.fft.irfft2(spectrum, s=(height, width))
+    return image
+
+
+# On a GPU the transform is two matrix products: cuFFT fails next to CUDA graphs that replay on several streams, and for
+# images of this size the products are as fast.
+
+
+def _dft(x: Tensor) -> Tensor:
+    """The half spectrum of `torch.fft.rfft2` by matrix products."""
+    height, width = x.shape[-2:]
+    across, down = _waves(width, x.dtype, x.device), _waves(height, x.dtype, x.device)
+    return down @ (x.to(across.dtype) @ across[:, : width // 2 + 1])
+
+
+def _inverse_dft(spectrum: Tensor, height: int, width: int) -> Tensor:
+    """The real image of a half spectrum, as `torch.fft.irfft2` gives it, by matrix products."""
+    dtype = spectrum.real.dtype
+    across, down = _waves(width, dtype, spectrum.device), _waves(height, dtype, spectrum.device)
+    # A column of the half spectrum stands for its mirror image too, but for the first and, of an even width, the last.
+    half = width // 2 + 1
+    twice = torch.full((half, 1), 2.0, dtype=dtype, device=spectrum.device)
+    twice[0] = 1.0
+    twice[(width + 1) // 2 :] = 1.0
+    image: Tensor = (down.conj() @ spectrum) @ (twice * across[:half].conj())
+    return image.real / (height * width)
+
+
+@lru_cache(maxsize=32)
+def _waves(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The symmetric matrix exp(-2πi jk/n)."""
+    k = torch.arange(n, dtype=torch.float64, device=device)
+    angle = (k[:, None] * k).remainder(n) * (-2 * math.pi / n)
+    return torch.complex(angle.cos(), angle.sin()).to(dtype.to_complex())

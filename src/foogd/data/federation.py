@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..engine.rng import derive_seed
+from ..engine.rng import derive_seed, generator
 from ..errors import InputError
 from .corrupt import corrupt
 from .partition import Partition, by_domain, dirichlet, follow, pathological
@@ -58,6 +58,14 @@ class Federation:
     tests: tuple[TestSet, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    calibration_indices: tuple[Int[Tensor, " n"], ...] = field(default=(), repr=False)  # set aside for thresholds
+
+    @property
+    def calibration_test(self) -> TestSet | None:
+        """The training images that were set aside, as a test set; None where there are none."""
+        if not any(len(own) for own in self.calibration_indices):
+            return None
+        return TestSet("calibration", "in", self.train, self.calibration_indices)
 
     @property
     def clients(self) -> int:
@@ -96,7 +104,13 @@ class Federation:
             return tuple(own.to(device) for own in indices)
 
         tests = tuple(replace(t, store=t.store.to(device), indices=moved(t.indices)) for t in self.tests)
-        return replace(self, train=self.train.to(device), train_indices=moved(self.train_indices), tests=tests)
+        return replace(
+            self,
+            train=self.train.to(device),
+            train_indices=moved(self.train_indices),
+            tests=tests,
+            calibration_indices=moved(self.calibration_indices),
+        )
 
     @staticmethod
     def build(
@@ -114,12 +128,13 @@ class Federation:
         constants: str = "cifar",
         test_share: float = 0.2,
         leave_out: str = "",
+        calibration: float = 0.0,
     ) -> Federation:
         """A data set split over clients: training, IN and IN-C tests in the same proportions, OUT sets whole for all.
 
         The held-out images are those of `source.test`, or a share of each class. A client with no training images is
         possible with `min_size=0`. All images of the domain `leave_out` are kept from training and form one more IN-C
-        set, which every client sees whole.
+        set, which every client sees whole. A share `calibration` of each client's training images is set aside.
         """
         unseen: tuple[TestSet, ...] = ()
         if leave_out:
@@ -134,11 +149,13 @@ class Federation:
             )
         train, test = replace(source.select(~held_out), test=None), replace(source.select(held_out), test=None)
         own, own_test = _partition(train, test, partition, clients, alpha, classes_per_client, min_size, seed)
+        kept, aside = _set_aside(own, calibration, seed)
         mean, std = train.channel_moments()
         return Federation(
             name=source.name,
             train=train,
-            train_indices=tuple(own),
+            train_indices=kept,
+            calibration_indices=aside,
             tests=(
                 *in_tests(
                     test, own_test, corruptions=corruptions, severities=severities, seed=seed, constants=constants
@@ -149,6 +166,24 @@ class Federation:
             mean=mean,
             std=tuple(max(s, 1 / 255) for s in std),  # a constant channel must not divide by 0
         )
+
+
+def _set_aside(
+    own: Sequence[Tensor], share: float, seed: int
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Each client's indices to train on and to set thresholds with; a client of one image keeps it for training."""
+    if not 0 <= share < 1:
+        raise InputError(f"calibration is {share}; a share of at least 0 and below 1 is needed.")
+    if share == 0:
+        return tuple(own), ()
+    kept, aside = [], []
+    for client, indices in enumerate(own):
+        n = len(indices)
+        count = min(max(round(share * n), 1), n - 1) if n > 1 else 0
+        order = torch.randperm(n, generator=generator(seed, "calibration", client)).to(indices.device)
+        kept.append(indices[order[count:].sort().values])
+        aside.append(indices[order[:count].sort().values])
+    return tuple(kept), tuple(aside)
 
 
 def in_tests(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Protocol, final
 
 import torch
 
-from ..types import ClientState, ServerState, Update
+from ..types import ClientState, ServerState, Survey, Update
 from .arena import Layout
 
 
@@ -29,6 +30,14 @@ def refusal(update: Update, server: ServerState) -> str | None:
     mine = {name: tuple(value.shape) for name, value in update.integers.items()}
     if server.integers and mine != {name: tuple(value.shape) for name, value in server.integers.items()}:
         return "its integer buffers are not those of the server"
+    return None
+
+
+def survey_refusal(answer: Survey) -> str | None:
+    """Why a client's answer before training may not count, or None."""
+    for name, value in answer.sums.items():
+        if value.is_floating_point() and not _all_finite(value):
+            return f"its answer {name!r} has values that are not finite"
     return None
 
 
@@ -78,6 +87,6 @@ class WeightedMean:
     def finish(self, server: ServerState) -> ServerState:
         """The server with the mean as its row; unchanged but for the round where nothing was added."""
         if self._mean is None:
-            return ServerState(server.shared, server.extra, server.integers, server.round + 1)
+            return replace(server, round=server.round + 1)
         row = self._layout.from_second_moments(self._mean) if self._exact_bn else self._mean
-        return ServerState(row, server.extra, self._integers, server.round + 1)
+        return replace(server, shared=row, integers=self._integers, round=server.round + 1)

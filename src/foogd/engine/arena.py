@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, final
 
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
+from ..types import Nets, ServerState
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-SHARED, PERSONAL = "shared", "personal"
+SHARED, PERSONAL, FROZEN = "shared", "personal", "frozen"
 
 
 class Slice(NamedTuple):
@@ -34,7 +35,8 @@ class Slice(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Layout:
-    """Where each parameter and float buffer of some nets lies in the row that travels and in the one that stays.
+    """Where each parameter and float buffer of some nets lies: in the row that travels, in the one that stays on its
+    client, or in the one that only the server changes and that clients are sent but do not send back.
 
     Names and order are those of `nets.state_dict()`. Names of tied values have the same slice. Integer buffers (the
     counters of batch normalisation) are in neither row.
@@ -44,13 +46,16 @@ class Layout:
     integer_names: tuple[str, ...]
     shared_size: int
     personal_size: int
+    frozen_size: int = 0
 
     @classmethod
-    def of(cls, nets: nn.ModuleDict, personal: Callable[[str], bool]) -> Layout:
-        """The layout of `nets`, where `personal(name)` says what stays on the client."""
+    def of(
+        cls, nets: nn.ModuleDict, personal: Callable[[str], bool], frozen: Collection[str] = frozenset()
+    ) -> Layout:
+        """The layout of `nets`: `personal(name)` says what stays on the client, `frozen` names the server's nets."""
         slices: dict[str, Slice] = {}
         integers: list[str] = []
-        sizes = {SHARED: 0, PERSONAL: 0}
+        sizes = {SHARED: 0, PERSONAL: 0, FROZEN: 0}
         placed: dict[int, str] = {}
         for name, value in _values(nets):
             if not value.is_floating_point() and not value.is_complex():
@@ -58,16 +63,16 @@ class Layout:
                 continue
             if value.dtype != torch.float32:
                 raise InputError(f'"{name}" has the type {value.dtype}, but only torch.float32 is allowed in a model.')
-            row = PERSONAL if personal(name) else SHARED
+            row = PERSONAL if personal(name) else FROZEN if name.partition(".")[0] in frozen else SHARED
             twin = placed.setdefault(id(value), name)
             if twin != name:
                 if slices[twin].row != row:
-                    raise InputError(f'"{name}" and "{twin}" are tied, so both must be personal or both shared.')
+                    raise InputError(f'"{name}" and "{twin}" are tied: both must be personal, frozen or shared.')
                 slices[name] = slices[twin]
                 continue
             slices[name] = Slice(row, sizes[row], value.shape)
             sizes[row] = slices[name].stop
-        return cls(slices, tuple(integers), sizes[SHARED], sizes[PERSONAL])
+        return cls(slices, tuple(integers), sizes[SHARED], sizes[PERSONAL], sizes[FROZEN])
 
     @property
     def shared_names(self) -> tuple[str, ...]:
@@ -78,6 +83,25 @@ class Layout:
     def personal_names(self) -> tuple[str, ...]:
         """The names in the row that stays on the client."""
         return tuple(name for name, place in self.slices.items() if place.row == PERSONAL)
+
+    @property
+    def frozen_names(self) -> tuple[str, ...]:
+        """The names in the row that only the server changes."""
+        return tuple(name for name, place in self.slices.items() if place.row == FROZEN)
+
+    @torch.no_grad()
+    def pack_frozen(self, nets: nn.ModuleDict) -> Float[Tensor, " f"]:
+        """A copy of the nets' values that only the server changes, as one row."""
+        values = dict(_values(nets))
+        device = next(iter(values.values())).device if values else None
+        row = torch.empty(self.frozen_size, device=device)
+        for name in self.frozen_names:
+            self._view(row, name).copy_(values[name])
+        return row
+
+    def _view(self, row: Tensor, name: str) -> Tensor:
+        place = self.slices[name]
+        return row[place.offset : place.stop].view(place.shape)
 
     @torch.no_grad()
     def pack(self, nets: nn.ModuleDict) -> tuple[Float[Tensor, " p"], Float[Tensor, " q"], dict[str, Tensor]]:
@@ -90,16 +114,25 @@ class Layout:
             view.copy_(values[name])
         return shared, personal, self.integers(nets)
 
-    def bind(self, nets: nn.ModuleDict, shared: Float[Tensor, " p"], personal: Float[Tensor, " q"]) -> None:
-        """Make every parameter and float buffer of `nets` a view into the rows, whose values they take."""
+    def bind(
+        self,
+        nets: nn.ModuleDict,
+        shared: Float[Tensor, " p"],
+        personal: Float[Tensor, " q"],
+        frozen: Float[Tensor, " f"] | None = None,
+    ) -> None:
+        """Make every parameter and float buffer of `nets` a view into the rows, whose values they take.
+
+        Without `frozen`, nets that only the server changes keep values of their own.
+        """
         # `.data` gives each view a version of its own: a step on one value must not look like one on its neighbours.
-        named = self.named(shared, personal)
+        named = self.named(shared, personal, frozen)
         fresh = {id(view): view.data for view in named.values()}
         views = {name: fresh[id(view)] for name, view in named.items()}
         for path, module in nets.named_modules():
             prefix = f"{path}." if path else ""
             for name, parameter in module._parameters.items():
-                if parameter is not None:
+                if parameter is not None and prefix + name in views:
                     parameter.data = views[prefix + name]
             for name, buffer in module._buffers.items():
                 if buffer is not None and prefix + name in views:
@@ -122,11 +155,18 @@ class Layout:
         for name, buffer in self.integer_buffers(nets).items():
             buffer.copy_(integers[name])
 
-    def named(self, shared: Float[Tensor, " p"], personal: Float[Tensor, " q"] | None = None) -> dict[str, Tensor]:
-        """Views into the rows by name, tied names on the same view; without `personal` only what travels."""
+    def named(
+        self,
+        shared: Float[Tensor, " p"],
+        personal: Float[Tensor, " q"] | None = None,
+        frozen: Float[Tensor, " f"] | None = None,
+    ) -> dict[str, Tensor]:
+        """Views into the rows by name, tied names on the same view; values of a row that is not given are left out."""
         rows = {SHARED: _checked(shared, self.shared_size, SHARED)}
         if personal is not None:
             rows[PERSONAL] = _checked(personal, self.personal_size, PERSONAL)
+        if frozen is not None:
+            rows[FROZEN] = _checked(frozen, self.frozen_size, FROZEN)
         views: dict[Slice, Tensor] = {}
         named = {}
         for name, place in self.slices.items():
@@ -161,6 +201,28 @@ class Layout:
         out = row.clone()
         out[..., variances] = (row[..., variances] - row[..., means].square()).clamp(min=0)
         return out
+
+
+@final
+@dataclass(frozen=True)
+class ServerNets:
+    """Nets for a server that trains something itself: load a state into them, change them, store them in a state."""
+
+    build: Callable[[], Nets]
+    layout: Layout
+
+    def load(self, state: ServerState) -> Nets:
+        """Fresh nets with the values of a state; private values are those of the start."""
+        nets = self.build()
+        _, personal, _ = self.layout.pack(nets)
+        self.layout.bind(nets, state.shared.clone(), personal, state.frozen.clone())
+        self.layout.load_integers(nets, state.integers)
+        return nets
+
+    def store(self, state: ServerState, nets: Nets) -> ServerState:
+        """The state with the values of these nets."""
+        shared, _, integers = self.layout.pack(nets)
+        return replace(state, shared=shared, frozen=self.layout.pack_frozen(nets), integers=integers)
 
 
 def _values(nets: nn.ModuleDict) -> Iterator[tuple[str, Tensor]]:

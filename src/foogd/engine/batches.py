@@ -48,15 +48,19 @@ class BatchMaker:
             mean, std = IMAGENET
         return cls(method, federation, config, *_constants(mean, std, device))
 
-    def training(self, indices: Tensor, own: Tensor, rng: Rng) -> Batch:
-        """The training batch at `indices`; `own` are all indices of the client, from which partners come."""
+    def training(self, indices: Tensor, own: Tensor, rng: Rng, count: Tensor | None = None) -> Batch:
+        """The training batch at `indices`; partners come from `own`, the client's indices, or its first `count`."""
         config = self.config
-        x = flip_crop(self._images(indices), rng, flip=config.flip, pad=config.crop)
-        x_hat = None
+        images = flip_crop(self._images(indices), rng, flip=config.flip, pad=config.crop)
+        x, x_hat = self.method.first_view(images, rng), None
         if self.method.views == 2:
-            pool = own if config.partners == "own" else torch.cat(self.federation.train_indices).to(own.device)
-            pick = torch.randint(len(pool), (len(indices),), generator=rng("partner"), device=pool.device)
-            x_hat = (self.method.view(x, self._images(pool[pick]), rng) - self.mean) / self.std
+            if config.partners == "all":
+                own, count = torch.cat(self.federation.train_indices).to(own.device), None
+            # Not randint, whose bound a captured step could not change from client to client.
+            share = torch.rand(len(indices), generator=rng("partner"), device=own.device, dtype=torch.float64)
+            size = len(own) if count is None else count
+            pick = (share * size).long().clamp(max=size - 1)
+            x_hat = (self.method.view(images, self._images(own[pick]), rng) - self.mean) / self.std
         return Batch((x - self.mean) / self.std, self._labels(indices), x_hat)
 
     def plain(self, indices: Tensor) -> Batch:

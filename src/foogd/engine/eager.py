@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol, final
 
 import torch
@@ -14,8 +15,9 @@ from ..data.federation import Federation
 from ..methods.base import Method
 from ..nets import make_backbone
 from ..nets.dropout import bind_dropout
-from ..types import Batch, ClientState, Context, Nets, Optimiser, Phase, ServerState, Survey, Update
-from .arena import Layout
+from ..nets.precision import in_bf16, resolve_precision
+from ..types import Batch, ClientState, Context, Nets, Optimiser, Phase, Rng, ServerState, Survey, Update
+from .arena import Layout, ServerNets
 from .batches import BatchMaker, epoch_positions, steps_per_epoch
 from .rng import Streams, derive_seed, generator
 
@@ -30,16 +32,33 @@ class Engine(Protocol):
 
     def nets(self) -> Nets: ...
 
+    def server_nets(self) -> ServerNets: ...
+
+    def pretrain(self, nets: Nets) -> None: ...
+
+    def personalise(self, server: ServerState, clients: Sequence[ClientState]) -> list[ClientState]: ...
+
     def survey(self, server: ServerState, clients: Sequence[ClientState], round: int) -> list[Survey]: ...
 
     def train(self, server: ServerState, clients: Sequence[ClientState], round: int) -> Iterator[Update]: ...
 
 
-def build_nets(method: Method, federation: Federation, config: Config) -> Nets:
+class Task(Protocol):
+    """What nets are built for, a federation as a rule."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]: ...
+
+    @property
+    def num_classes(self) -> int: ...
+
+
+def build_nets(method: Method, task: Task, config: Config) -> Nets:
     """A method's nets with start weights that depend on the seed and on nothing else."""
     streams = Streams(config.seed, "init")
-    backbone = make_backbone(config.backbone, federation.shape, streams("backbone"))
-    return method.build(backbone, federation.num_classes, streams)
+    backbone = make_backbone(config.backbone, task.shape, streams("backbone"))
+    backbone.image_shape = task.shape  # type: ignore[assignment]  # for methods that make images themselves
+    return method.build(backbone, task.num_classes, streams)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -67,35 +86,80 @@ class EagerEngine:
             # Sums depend on the number of threads in their last bits, so a run says how many it uses.
             torch.set_num_threads(config.threads)
         self.federation = federation.to(self.device) if fits(federation, self.device, config.resident) else federation
-        self._nets = build_nets(method, federation, config).to(self.device)
-        self.layout = Layout.of(self._nets, method.personal)
+        self.precision = resolve_precision(config.precision, self.device)
+        self._nets = self.nets()
+        self.layout = Layout.of(self._nets, method.private_names(self._nets).__contains__, method.frozen)
         self._shared, self._personal, _ = self.layout.pack(self._nets)
-        self.layout.bind(self._nets, self._shared, self._personal)
+        self._frozen = self.layout.pack_frozen(self._nets)
+        self.layout.bind(self._nets, self._shared, self._personal, self._frozen)
         self._counters = self.layout.integer_buffers(self._nets)  # found once: the search takes as long as a copy
         self._received = copy.deepcopy(self._nets).requires_grad_(False).eval()
         self._received_shared: Tensor | None = None
+        self._received_frozen: Tensor | None = None
         self._received_personal = self._personal.clone()
-        self._batches = BatchMaker.of(method, self.federation, config, self.device)
+        self.batches = BatchMaker.of(method, self.federation, config, self.device)
 
     def nets(self) -> Nets:
         """A fresh, independent set of nets with the start weights of the run."""
-        return build_nets(self.method, self.federation, self.config).to(self.device)
+        nets = build_nets(self.method, self.federation, self.config).to(self.device)
+        if self.precision == "bf16":
+            in_bf16(nets["backbone"])
+        return nets
 
+    def server_nets(self) -> ServerNets:
+        """Nets for the server's own work."""
+        return ServerNets(self.nets, self.layout)
+
+    def pretrain(self, nets: Nets) -> None:
+        """Let the method's server train on all images before round 1, where the method says that it does."""
+        if not self.method.pools_data:
+            return
+        everyone = torch.cat([own.to(self.device) for own in self.federation.train_indices])
+        order = generator(self.config.seed, "pretrain", "order")
+        rng = Streams(self.config.seed, "pretrain", device=self.device)
+
+        def epoch() -> Iterable[Batch]:
+            for positions in epoch_positions(len(everyone), self.config, order):
+                yield self.batches.training(everyone[positions.to(self.device)], everyone, rng)
+
+        counts = torch.bincount(self.federation.train.labels[everyone], minlength=self.federation.num_classes)
+        ctx = Context(
+            round=0, rounds=self.config.rounds, groups=(), class_counts=counts.float(), received=nets, server={},
+            memory={}, rng=rng, mean=self.batches.mean, std=self.batches.std, optimiser=self._default(),
+        )  # fmt: skip
+        self.method.pretrain(nets, epoch, ctx)
+
+    def personalise(self, server: ServerState, clients: Sequence[ClientState]) -> list[ClientState]:
+        """The clients with their private nets trained on the final model; the server's values stay as they are."""
+        phases = self.method.before_test()
+        if not phases:
+            return list(clients)
+        ready = []
+        for client in clients:
+            if len(client.indices):
+                ctx = self._arrive(server, client, server.round, phases, "before_test")
+                order = generator(self.config.seed, server.round, client.id, "before_test", "order")
+                self._learn(replace(client), phases, ctx, order)
+                client = replace(client, personal=self._personal.clone())
+            ready.append(client)
+        return ready
+
+    @torch.no_grad()
     def survey(self, server: ServerState, clients: Sequence[ClientState], round: int) -> list[Survey]:
         """What the clients answer at the received weights before training; [] where the method asks nothing."""
         if not self.method.surveys:
             return []
         answers = []
         for client in clients:
-            ctx = self._arrive(server, client, round, ())
+            ctx = self._arrive(server, client, round)
             self._nets.eval()
             sums: dict[str, Tensor] = {}
             for indices in torch.split(client.indices.to(self.device), self.config.batch_size):
-                batch = self.method.embed(self._nets, self._batches.plain(indices))
+                batch = self.method.embed(self._nets, self.batches.plain(indices))
                 for name, value in self.method.survey(self._nets, batch, ctx).items():
-                    sums[name] = sums[name] + value.detach() if name in sums else value.detach()
+                    sums[name] = sums[name] + value if name in sums else value
             if sums:
-                answers.append(Survey(client.id, self._weight(client), sums))
+                answers.append(Survey(client.id, self.weight(client), sums))
         return answers
 
     def train(self, server: ServerState, clients: Sequence[ClientState], round: int) -> Iterator[Update]:
@@ -105,44 +169,49 @@ class EagerEngine:
 
     def _train_client(self, server: ServerState, client: ClientState, round: int) -> Update:
         phases = self.method.phases(round, self.config.rounds, self.config.local_epochs)
-        ctx = self._arrive(server, client, round, phases[0].groups if phases else ())
-        order = generator(self.config.seed, round, client.id, "order")
-        own = client.indices.to(self.device)
-        bind_dropout(self._nets, ctx.rng("dropout"))
-        totals: dict[str, Tensor] = {}
-        steps: dict[str, int] = {}
-        # A user's net may draw from torch's global generator; it too must depend on (seed, round, client) alone.
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(derive_seed(self.config.seed, round, client.id, "global"))
-            for phase in phases:
-                ctx = _in_phase(ctx, phase)
-                optimisers = self._optimisers(phase, client)
-                for _ in range(phase.epochs):
-                    for positions in epoch_positions(len(own), self.config, order):
-                        batch = self._batches.training(own[positions.to(self.device)], own, ctx.rng)
-                        losses = local_step(self.method, self._nets, batch, ctx, optimisers)
-                        for group, loss in losses.items():
-                            totals[group] = totals[group] + loss if group in totals else loss
-                            steps[group] = steps.get(group, 0) + 1
-                if self.config.keep_momentum:
-                    client.optimiser = {**client.optimiser, **_momentum(optimisers)}
-            self._nets.eval()
-            with torch.no_grad():
-                # The plain batches are made as `finish` asks for them: most methods never do.
-                parts = torch.split(own, self.config.batch_size)
-                plain = (self.method.embed(self._nets, self._batches.plain(part)) for part in parts)
-                extra, memory = self.method.finish(self._nets, plain, ctx)
+        ctx = self._arrive(server, client, round, phases)
+        losses = self._learn(client, phases, ctx, generator(self.config.seed, round, client.id, "order"))
+        self._nets.eval()
+        with torch.no_grad():
+            # The plain batches are made as `finish` asks for them: most methods never do.
+            parts = torch.split(client.indices.to(self.device), self.config.batch_size)
+            extra, memory = self.method.finish(self._nets, map(self.batches.plain, parts), ctx)
         client.memory, client.personal = memory, self._personal.clone()
         return Update(
             client=client.id,
-            weight=self._weight(client),
+            weight=self.weight(client),
             shared=self._shared.clone(),
             extra=extra,
             integers={name: counter.clone() for name, counter in self._counters.items()},
-            losses={group: float(total) / steps[group] for group, total in totals.items()},
+            losses=losses,
         )
 
-    def _arrive(self, server: ServerState, client: ClientState, round: int, groups: tuple[str, ...]) -> Context:
+    def _learn(
+        self, client: ClientState, phases: Sequence[Phase], ctx: Context, order: torch.Generator
+    ) -> dict[str, float]:
+        """The local steps of all phases on the nets as they are; the mean of each loss over its steps."""
+        own = client.indices.to(self.device)
+        bind_dropout(self._nets, ctx.rng("dropout"))
+        totals: dict[str, Tensor] = {}
+        # A user's net may draw from torch's global generator; it too must depend on (seed, round, client) alone.
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(derive_seed(self.config.seed, ctx.round, client.id, "global"))
+            for phase in phases:
+                ctx = replace(ctx, groups=phase.groups)
+                optimisers = self.optimisers(self._nets, phase, client.optimiser)
+                for _ in range(phase.epochs):
+                    for positions in epoch_positions(len(own), self.config, order):
+                        batch = self.batches.training(own[positions.to(self.device)], own, ctx.rng)
+                        losses = local_step(self.method, self._nets, batch, ctx, optimisers, received=phase.received)
+                        for group, loss in losses.items():
+                            totals[group] = totals[group] + loss if group in totals else loss
+                if self.config.keep_momentum:
+                    client.optimiser = {**client.optimiser, **momentum_of(optimisers)}
+        return {group: float(total) / ctx.steps[group] for group, total in totals.items()}
+
+    def _arrive(
+        self, server: ServerState, client: ClientState, round: int, phases: Sequence[Phase] = (), *purpose: str
+    ) -> Context:
         """The server's values and the client's own in the nets, and what the client may know."""
         self._shared.copy_(server.shared)
         self._personal.copy_(client.personal)
@@ -150,61 +219,115 @@ class EagerEngine:
             counter.copy_(server.integers[name])
         self._received_personal.copy_(client.personal)
         if self._received_shared is not server.shared:  # once a round, for binding takes as long as copying
-            self.layout.bind(self._received, server.shared, self._received_personal)
+            self.layout.bind(self._received, server.shared, self._received_personal, self._frozen)
             self._received_shared = server.shared
+        if self._received_frozen is not server.frozen:
+            self._frozen.copy_(server.frozen)
+            self._received_frozen = server.frozen
+        rng = Streams(self.config.seed, round, client.id, *purpose, device=self.device)
+        class_counts = client.class_counts.to(self.device)
+        ctx = self.context(round, self._received, server.extra, client.memory, rng, class_counts)
+        return replace(ctx, groups=phases[0].groups if phases else (), steps=self.steps(client, phases))
+
+    def context(
+        self,
+        round: int,
+        received: Nets,
+        server: Mapping[str, Tensor],
+        memory: Mapping[str, Tensor],
+        rng: Rng,
+        class_counts: Tensor,
+    ) -> Context:
+        """What a client may know, before it is clear what it does."""
         return Context(
             round=round,
             rounds=self.config.rounds,
-            groups=groups,
-            class_counts=client.class_counts.to(self.device),
-            received=self._received,
-            server=server.extra,
-            memory=client.memory,
-            rng=Streams(self.config.seed, round, client.id, device=self.device),
+            groups=(),
+            class_counts=class_counts,
+            received=received,
+            server=server,
+            memory=memory,
+            rng=rng,
+            mean=self.batches.mean,
+            std=self.batches.std,
+            optimiser=self._default(),
         )
 
-    def _optimisers(self, phase: Phase, client: ClientState) -> dict[str, GroupOptimiser]:
-        """Nets that learn in this phase in train mode with gradients, all others in eval mode without."""
-        learning = {name for group in phase.groups for name in self.method.groups[group]}
-        for name in sorted(self._nets, key=learning.__contains__):  # last those that learn, for nets may be tied
-            self._nets[name].train(name in learning).requires_grad_(name in learning)
-        default = Optimiser(self.config.lr, self.config.momentum, self.config.weight_decay)
+    def steps(self, client: ClientState, phases: Sequence[Phase]) -> dict[str, int]:
+        """How many local steps each group takes in these phases."""
+        epoch, steps = steps_per_epoch(len(client.indices), self.config), dict[str, int]()
+        for phase in phases:
+            steps |= {group: steps.get(group, 0) + phase.epochs * epoch for group in phase.groups}
+        return steps
+
+    def _default(self) -> Optimiser:
+        return Optimiser(self.config.lr, self.config.momentum, self.config.weight_decay)
+
+    def optimisers(self, nets: Nets, phase: Phase, kept: Mapping[str, Tensor]) -> dict[str, GroupOptimiser]:
+        """The optimisers of a phase, on nets in the modes of the phase."""
+        self.set_modes(nets, phase)
         optimisers = {}
         for group in phase.groups:
-            parameters = [p for name in self.method.groups[group] for p in self._nets[name].parameters()]
-            kept = {k: v for k, v in client.optimiser.items() if k.startswith(f"{group}/")}
-            optimisers[group] = GroupOptimiser(parameters, self.method.optimiser(group, default), kept)
+            parameters = [p for name in self.method.groups[group] for p in nets[name].parameters()]
+            own = {k: v for k, v in kept.items() if k.startswith(f"{group}/")}
+            spec = self.method.optimiser(group, self._default())
+            # On a GPU the arithmetic is that of steps which can be recorded, so that both engines agree.
+            optimisers[group] = GroupOptimiser(parameters, spec, own, capturable=self.device.type == "cuda")
         return optimisers
 
-    def _weight(self, client: ClientState) -> float:
+    def set_modes(self, nets: Nets, phase: Phase) -> None:
+        """Nets that learn in this phase in train mode with gradients, all others in eval mode without."""
+        learning = {name for group in phase.groups for name in self.method.groups[group]}
+        for name in sorted(nets, key=learning.__contains__):  # last those that learn, for nets may be tied
+            nets[name].train(name in learning).requires_grad_(name in learning)
+
+    def weight(self, client: ClientState) -> float:
+        """The client's weight in the mean."""
         if self.config.weighting == "batches":
-            return float(steps_per_epoch(len(client.indices), self.config))
-        return float(len(client.indices))
+            return self.method.weight(float(steps_per_epoch(len(client.indices), self.config)))
+        return self.method.weight(float(len(client.indices)))
 
 
 @final
 class GroupOptimiser:
     """torch's optimiser for one parameter group, fed with gradients instead of `.grad` left by a backward pass."""
 
-    def __init__(self, parameters: list[nn.Parameter], spec: Optimiser, kept: Mapping[str, Tensor]) -> None:
-        self.parameters, self._clip = parameters, spec.clip
+    def __init__(
+        self, parameters: list[nn.Parameter], spec: Optimiser, kept: Mapping[str, Tensor], *, capturable: bool = False
+    ) -> None:
+        self.parameters, self._clip, self._capturable = parameters, spec.clip, capturable
         self._inner: torch.optim.Optimizer
         if spec.kind == "adam":
-            self._inner = torch.optim.Adam(parameters, lr=spec.lr, weight_decay=spec.weight_decay)
+            self._inner = torch.optim.Adam(
+                parameters, lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay, capturable=capturable
+            )
         else:
             self._inner = torch.optim.SGD(
-                parameters, lr=spec.lr, momentum=spec.momentum, weight_decay=spec.weight_decay
+                parameters, lr=spec.lr, momentum=spec.momentum, weight_decay=spec.weight_decay, fused=capturable or None
             )
         for key, value in kept.items():
             self._inner.state[parameters[int(key.split("/")[1])]] = {"momentum_buffer": value.clone()}
 
     def step(self, gradients: Sequence[Tensor]) -> None:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = gradient
+            # The fused step wants gradients that lie in memory as their parameters do.
+            same = not self._capturable or gradient.stride() == parameter.stride()
+            parameter.grad = gradient if same else torch.empty_like(parameter).copy_(gradient)
         if self._clip > 0:
             nn.utils.clip_grad_norm_(self.parameters, self._clip)
         self._inner.step()
         self._inner.zero_grad(set_to_none=True)
+
+    def restart(self, kept: Mapping[str, Tensor]) -> None:
+        """The state as before the first step, in the tensors that a captured step uses: zeros, or the kept momentum."""
+        momentum = {int(key.split("/")[1]): value for key, value in kept.items()}
+        for position, parameter in enumerate(self.parameters):
+            for name, value in self._inner.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    if name == "momentum_buffer" and position in momentum:
+                        value.copy_(momentum[position])
+                    else:
+                        value.zero_()
 
     def momentum(self) -> dict[int, Tensor]:
         """The momentum of each parameter that has one, by position."""
@@ -217,10 +340,20 @@ class GroupOptimiser:
 
 
 def local_step(
-    method: Method, nets: Nets, batch: Batch, ctx: Context, optimisers: Mapping[str, GroupOptimiser]
+    method: Method,
+    nets: Nets,
+    batch: Batch,
+    ctx: Context,
+    optimisers: Mapping[str, GroupOptimiser],
+    *,
+    received: bool = False,
 ) -> dict[str, Tensor]:
-    """One local step: embed once, one loss a group, gradients of each loss for its own group only, then all steps."""
-    losses = method.losses(nets, method.embed(nets, batch), ctx)
+    """One local step: embed once, one loss a group, gradients of each loss for its own group only, then all steps.
+
+    With `received` the features are those of the nets as they arrived.
+    """
+    body = ctx.received if received else nets
+    losses = method.losses(nets, method.embed(body, method.extend(body, batch, ctx)), ctx)
     groups = list(optimisers)
     gradients = {
         group: torch.autograd.grad(
@@ -237,11 +370,8 @@ def local_step(
     return {group: losses[group].detach() for group in groups}
 
 
-def _in_phase(ctx: Context, phase: Phase) -> Context:
-    return Context(**{**ctx.__dict__, "groups": phase.groups})
-
-
-def _momentum(optimisers: Mapping[str, GroupOptimiser]) -> dict[str, Tensor]:
+def momentum_of(optimisers: Mapping[str, GroupOptimiser]) -> dict[str, Tensor]:
+    """The momentum of all groups by group and position."""
     return {
         f"{group}/{position}": value
         for group, optimiser in optimisers.items()

@@ -9,33 +9,74 @@ from typing import Any
 from ..errors import InputError
 from ..plugins import load_object
 from .base import Method
+from .fedatol import FedATOL
 from .fedavg import FedAvg
+from .fedbn import FedBN
+from .fedicon import FedICON
+from .fediir import FedIIR
+from .fedln import FedLN
+from .fedprox import FedProx
 from .fedrod import FedRoD
+from .fedt3a import FedT3A
+from .fedthe import FedTHE
 from .foogd import FOOGD, PROFILES, profile
+from .foster import FOSTER
+from .scaffold import SCAFFOLD
 
-METHODS: dict[str, type[Method]] = {"fedavg": FedAvg, "fedrod": FedRoD}
+METHODS: dict[str, type[Method]] = {
+    # in the order of the paper's tables, then others that people compare with
+    "fedavg": FedAvg,
+    "fedrod": FedRoD,
+    "foster": FOSTER,
+    "fedln": FedLN,
+    "fedatol": FedATOL,
+    "fedt3a": FedT3A,
+    "fediir": FedIIR,
+    "fedthe": FedTHE,
+    "fedicon": FedICON,
+    "fedprox": FedProx,
+    "scaffold": SCAFFOLD,
+    "fedbn": FedBN,
+}
 """Base methods by their name on the command line."""
 
 SUFFIXES = {"+foogd": "wrapped in FOOGD", "+aug": "with the augmented view in its own loss"}
 
 __all__ = [
     "FOOGD",
+    "FOSTER",
     "METHODS",
     "PROFILES",
+    "SCAFFOLD",
+    "FedATOL",
     "FedAvg",
+    "FedBN",
+    "FedICON",
+    "FedIIR",
+    "FedLN",
+    "FedProx",
     "FedRoD",
+    "FedT3A",
+    "FedTHE",
     "Method",
     "make_method",
     "method_fields",
     "method_names",
     "method_settings",
+    "possible_names",
     "profile",
 ]
 
 
 def method_names() -> list[str]:
-    """Every name that needs no file: the base methods, and each with its suffixes."""
-    return [base + suffix for suffix in ("", "+aug", "+foogd") for base in METHODS]
+    """The methods of the paper's tables and the others of the package; any base method takes `+foogd`."""
+    return [*METHODS, *(base + suffix for suffix in ("+aug", "+foogd") for base in ("fedavg", "fedrod"))]
+
+
+def possible_names() -> list[str]:
+    """Every base method alone, with its loss on the augmented view too where it can have one, and with FOOGD."""
+    views = [base for base, cls in METHODS.items() if "views" in {item.name for item in fields(cls)}]  # type: ignore[arg-type]
+    return [*METHODS, *(f"{base}+aug" for base in views), *(f"{base}+foogd" for base in METHODS)]
 
 
 def split_name(name: str) -> tuple[str, str]:

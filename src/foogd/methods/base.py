@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.augment import fourier_mix
+from ..engine.arena import ServerNets
 from ..engine.rng import with_seed
 from ..types import Batch, Context, Nets, Optimiser, Output, Phase, Readout, Rng, ServerState, Survey
 
@@ -24,6 +25,15 @@ class Method(ABC):
     paper: ClassVar[str] = ""
     """Where the method comes from, for `foogd methods`."""
 
+    travels: ClassVar[str] = "the model, both ways"
+    """What goes over the network in a round, in words."""
+
+    keeps: ClassVar[str] = "nothing"
+    """What stays on a client between rounds, in words."""
+
+    passes: ClassVar[str] = "none"
+    """What it computes beyond FedAvg's one pass over a batch, in words."""
+
     @property
     def groups(self) -> Mapping[str, tuple[str, ...]]:
         """Parameter groups: name → the nets that its loss trains, with one optimiser each."""
@@ -31,7 +41,7 @@ class Method(ABC):
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Nets that are sent to the clients but not trained there."""
+        """Nets that only the server changes: a client is sent them when they are new to it, and never sends them."""
         return frozenset()
 
     @property
@@ -49,6 +59,26 @@ class Method(ABC):
         """Whether outputs may depend on earlier test images: where a method has a `predictor` of its own."""
         return type(self).predictor is not Method.predictor
 
+    @property
+    def reads_round(self) -> bool:
+        """Whether `losses` or `extend` read `ctx.round`; a step that is recorded once must not, unless it says so."""
+        return False
+
+    @property
+    def test_batch(self) -> int | None:
+        """Images that a predictor gets at a time, where its outputs depend on that; None: as many as the run says."""
+        return None
+
+    @property
+    def disclosed(self) -> frozenset[str]:
+        """Uploads of `finish` that may show private values to the server; all others are checked not to."""
+        return frozenset()
+
+    @property
+    def pools_data(self) -> bool:
+        """Whether the server sees all clients' images before round 1 (`pretrain`): possible in a simulation only."""
+        return False
+
     def build(self, backbone: nn.Module, num_classes: int, rng: Rng) -> Nets:
         """The nets around a backbone; `rng(name)` seeds the start of each."""
         return nn.ModuleDict({"backbone": backbone, "head": linear_head(backbone, num_classes, rng("head"))})
@@ -56,6 +86,14 @@ class Method(ABC):
     def personal(self, name: str) -> bool:
         """Whether the parameter or buffer `name` ("personal_head.weight") stays on its client."""
         return False
+
+    def private_names(self, nets: Nets) -> frozenset[str]:
+        """The parameters and buffers that stay on their client; where names do not tell, the nets do."""
+        return frozenset(name for name in nets.state_dict() if self.personal(name))
+
+    def weight(self, default: float) -> float:
+        """The weight of a client in the mean; `default` is the run's, its number of samples as a rule."""
+        return default
 
     def optimiser(self, group: str, default: Optimiser) -> Optimiser:
         """The optimiser of a group; `default` is the run's (lr, momentum, weight decay)."""
@@ -65,46 +103,71 @@ class Method(ABC):
         """The first values that the server publishes beside the weights."""
         return {}
 
+    def pretrain(self, nets: Nets, epoch: Callable[[], Iterable[Batch]], ctx: Context) -> None:
+        """Where `pools_data`: the server's training before round 1, in place; `epoch()` yields all images once."""
+        raise NotImplementedError(f"{type(self).__name__} pools data but has no `pretrain`")
+
     def phases(self, round: int, rounds: int, epochs: int) -> Sequence[Phase]:
         """The stretches of local training in this round; as a rule one, in which all groups learn."""
         return (Phase(tuple(self.groups), epochs),)
 
     def survey(self, nets: Nets, batch: Batch, ctx: Context) -> dict[str, Tensor]:
-        """Sums over a batch at the received weights, before training; the engine adds up the client's batches."""
+        """Sums over a batch at the received weights, before training; the engine adds up the client's batches.
+
+        Called without gradients, on nets in eval mode.
+        """
         return {}
 
     def begin(self, server: ServerState, surveys: Sequence[Survey]) -> ServerState:
         """The server's step between the surveys and the training of the same round."""
         return server
 
+    def first_view(self, x: Tensor, rng: Rng) -> Tensor:
+        """The first view of images in [0, 1]; as a rule the images as they are."""
+        return x
+
     def view(self, x: Tensor, partner: Tensor, rng: Rng) -> Tensor:
         """The second view of images in [0, 1]: amplitudes mixed with those of a partner image, phases kept."""
         lam = torch.rand(len(x), generator=rng("view"), device=x.device, dtype=x.dtype)
         return fourier_mix(x, partner, lam)
 
+    def extend(self, nets: Nets, batch: Batch, ctx: Context) -> Batch:
+        """The training batch with images that the method makes itself in `x_more`; as a rule none."""
+        return batch
+
     def embed(self, nets: Nets, batch: Batch) -> Batch:
-        """The one pass through the backbone; two views go through it together."""
-        if batch.x_hat is None:
+        """The one pass through the backbone; two views and added images go through it together."""
+        images = {"z": batch.x, "z_hat": batch.x_hat, "z_more": batch.x_more}
+        found = {name: x for name, x in images.items() if x is not None}
+        if len(found) == 1:
             return batch._replace(z=nets["backbone"](batch.x))
-        z, z_hat = nets["backbone"](torch.cat([batch.x, batch.x_hat])).chunk(2)
-        return batch._replace(z=z, z_hat=z_hat)
+        features = nets["backbone"](torch.cat(list(found.values()))).split([len(x) for x in found.values()])
+        return batch._replace(**dict(zip(found, features, strict=True)))
 
     @abstractmethod
     def losses(self, nets: Nets, batch: Batch, ctx: Context) -> dict[str, Tensor]:
         """One scalar a group of the phase; a loss moves its own group only. Nothing here may look at a value."""
 
     def finish(self, nets: Nets, batches: Iterable[Batch], ctx: Context) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """After local training: what to upload beside the weights, and the client's new memory."""
+        """After local training: what to upload beside the weights, and the client's new memory.
+
+        Called without gradients, on nets in eval mode; `batches` are the client's images without augmentation, not yet
+        embedded.
+        """
         return {}, dict(ctx.memory)
 
     def aggregate(
-        self, server: ServerState, mean: ServerState, extras: Sequence[Survey], nets: Callable[[], Nets], rng: Rng
+        self, server: ServerState, mean: ServerState, extras: Sequence[Survey], nets: ServerNets, rng: Rng
     ) -> ServerState:
         """The next server state from the old one, the mean of the clients' rows, and what `finish` uploaded.
 
-        `nets()` builds a set of nets for a server that trains something itself.
+        `nets` is for a server that trains something itself: `nets.load(mean)`, then `nets.store(mean, ...)`.
         """
         return mean
+
+    def before_test(self) -> Sequence[Phase]:
+        """Local training of private nets on the final model, for the client's own use; the server never sees it."""
+        return ()
 
     def logits(self, nets: Nets, z: Tensor) -> Tensor:
         """The client's classification of features."""
@@ -112,7 +175,10 @@ class Method(ABC):
         return out
 
     def generic_logits(self, nets: Nets, z: Tensor) -> Tensor:
-        """The classification for someone without private nets; the same as `logits` where nothing is private."""
+        """The classification for someone without private nets; the same as `logits` where nothing is private.
+
+        Private values in `nets` are then the mean over the clients.
+        """
         return self.logits(nets, z)
 
     def readout(self, nets: Nets) -> Readout:
@@ -143,10 +209,21 @@ def linear_head(backbone: nn.Module, num_classes: int, stream: torch.Generator) 
 def linear_readout(head: Callable[[Tensor], Tensor], linear: nn.Module) -> Readout:
     """A readout with the weights of a linear head; other heads have none to show."""
     if isinstance(linear, nn.Linear):
-        return Readout(head, linear.weight.detach(), linear.bias.detach())
+        return Readout(head, linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
     return Readout(head)
 
 
 def feature_width(backbone: nn.Module) -> int:
     """The width d of a backbone's features, from its attribute `feature_width`."""
     return int(backbone.feature_width)  # type: ignore[arg-type]
+
+
+def flat_parameters(nets: Nets, names: Iterable[str]) -> Tensor:
+    """The parameters of some nets as one vector, in the order of a group's optimiser; buffers are none."""
+    return torch.cat([parameter.flatten() for name in names for parameter in nets[name].parameters()])
+
+
+def image_shape(backbone: nn.Module) -> tuple[int, int, int]:
+    """Channels, height and width of the images that a backbone was built for."""
+    channels, height, width = backbone.image_shape  # type: ignore[misc]
+    return int(channels), int(height), int(width)

@@ -23,6 +23,8 @@ class FedRoD(Method):
     prior_smoothing: float = field(default=0.0, metadata={"ge": 0.0, "help": "added to the class counts of the prior"})
 
     paper: ClassVar[str] = "Chen and Chao, ICLR 2022"
+    keeps: ClassVar[str] = "a private head"
+    passes: ClassVar[str] = "one more head"
 
     @property
     def groups(self) -> Mapping[str, tuple[str, ...]]:

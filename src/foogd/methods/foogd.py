@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.augment import fourier_mix_released
+from ..engine.arena import ServerNets
 from ..engine.rng import with_seed
 from ..functional import dsm, dsm_noise_target, ksd, ksd_released, langevin, median_bandwidth, mmd
 from ..nets.score import ScoreNet, frozen
@@ -80,6 +81,9 @@ class FOOGD(Method):
     score_clip: float = field(default=5.0, metadata={"ge": 0.0, "help": "largest gradient norm of the score; 0: none"})
 
     paper: ClassVar[str] = "Liao et al., NeurIPS 2024"
+    travels: ClassVar[str] = "what the base sends, and the score network both ways"
+    keeps: ClassVar[str] = "what the base keeps"
+    passes: ClassVar[str] = "the backbone on two views; an eval pass for the score network; Langevin steps on features"
 
     @property
     def groups(self) -> Mapping[str, tuple[str, ...]]:
@@ -120,7 +124,7 @@ class FOOGD(Method):
             return (Phase(("score",), epochs),)
         # The score network learns whenever the features that it describes do.
         return tuple(
-            Phase((*phase.groups, "score") if self.body in phase.groups else phase.groups, phase.epochs)
+            replace(phase, groups=(*phase.groups, "score")) if self.body in phase.groups else phase
             for phase in self.base.phases(round, rounds, epochs)
         )
 
@@ -141,9 +145,9 @@ class FOOGD(Method):
                 return self.base.embed(nets, batch)
         if batch.x_hat is None or self.joint_views:
             return self.base.embed(nets, batch)
-        z = self.base.embed(nets, batch._replace(x_hat=None)).features
-        z_hat = self.base.embed(nets, batch._replace(x=batch.x_hat, x_hat=None)).features
-        return batch._replace(z=z, z_hat=z_hat)
+        first = self.base.embed(nets, batch._replace(x_hat=None))
+        z_hat = self.base.embed(nets, Batch(batch.x_hat, batch.y)).features
+        return first._replace(x_hat=batch.x_hat, z_hat=z_hat)
 
     def losses(self, nets: Nets, batch: Batch, ctx: Context) -> dict[str, Tensor]:
         score = nets["score"]
@@ -251,8 +255,42 @@ class FOOGD(Method):
     def adapts(self) -> bool:
         return self.base.adapts
 
+    @property
+    def reads_round(self) -> bool:
+        return self.base.reads_round
+
+    @property
+    def test_batch(self) -> int | None:
+        return self.base.test_batch
+
+    @property
+    def disclosed(self) -> frozenset[str]:
+        return self.base.disclosed
+
+    @property
+    def pools_data(self) -> bool:
+        return self.base.pools_data
+
     def personal(self, name: str) -> bool:
         return self.base.personal(name)
+
+    def private_names(self, nets: Nets) -> frozenset[str]:
+        return self.base.private_names(nets)
+
+    def weight(self, default: float) -> float:
+        return self.base.weight(default)
+
+    def pretrain(self, nets: Nets, epoch: Callable[[], Iterable[Batch]], ctx: Context) -> None:
+        self.base.pretrain(nets, epoch, ctx)
+
+    def first_view(self, x: Tensor, rng: Rng) -> Tensor:
+        return self.base.first_view(x, rng)
+
+    def extend(self, nets: Nets, batch: Batch, ctx: Context) -> Batch:
+        return self.base.extend(nets, batch, ctx) if self.train_base else batch
+
+    def before_test(self) -> Sequence[Phase]:
+        return self.base.before_test() if self.train_base else ()
 
     def init_server(self, nets: Nets, rng: Rng) -> dict[str, Tensor]:
         return self.base.init_server(nets, rng)
@@ -267,7 +305,7 @@ class FOOGD(Method):
         return self.base.finish(nets, batches, ctx)
 
     def aggregate(
-        self, server: ServerState, mean: ServerState, extras: Sequence[Survey], nets: Callable[[], Nets], rng: Rng
+        self, server: ServerState, mean: ServerState, extras: Sequence[Survey], nets: ServerNets, rng: Rng
     ) -> ServerState:
         return self.base.aggregate(server, mean, extras, nets, rng)
 

@@ -1,4 +1,4 @@
-"""Networks: backbones by name, the score network, and dropout with its own random stream."""
+"""Networks: backbones by name, the score network, generators, and dropout with its own random stream."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ..errors import InputError
 from ..plugins import load_object
 from .cnn import SmallCNN
 from .dropout import Dropout, bind_dropout, own_dropout
+from .generator import FeatureGenerator, ImageDiscriminator, ImageGenerator
 from .resnet import ResNet18
 from .score import ScoreNet, frozen
 from .wrn import WideResNet
@@ -20,6 +21,9 @@ from .wrn import WideResNet
 __all__ = [
     "BACKBONES",
     "Dropout",
+    "FeatureGenerator",
+    "ImageDiscriminator",
+    "ImageGenerator",
     "ResNet18",
     "ScoreNet",
     "SmallCNN",

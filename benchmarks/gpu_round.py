@@ -1,0 +1,190 @@
+"""Seconds a round on one GPU: our eager engine, a plain PyTorch loop with a DataLoader, and the graph engine.
+
+python benchmarks/gpu_round.py                                    # the whole table, about 10 minutes on one H200
+python benchmarks/gpu_round.py --programs graph --alphas 5.0      # one part of it
+
+Sizes of CIFAR-10 (50,000 images of 32x32, ten classes; random pixels, for time does not depend on them), ten clients,
+WideResNet-40-2 with dropout 0.3, batch 128, five local epochs. FOOGD is the `fixed` profile with the score network fed
+from the training pass. The plain loop is what most federated code does: for each client a DataLoader with workers that
+augment image by image in numpy, eager steps in float32, one client after the other. Slow programs are timed over one
+local epoch, or over some steps, and scaled to five epochs; the table says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
+
+from foogd import Config, Federation, ImageStore
+from foogd.engine.eager import EagerEngine, local_step
+from foogd.engine.graph import GraphEngine
+from foogd.engine.rng import Streams, generator
+from foogd.methods import make_method
+from foogd.methods.base import Method
+from foogd.nets.dropout import bind_dropout
+from foogd.runs import source_commit
+from foogd.simulate import initial_state, run_round
+from foogd.types import Batch, Phase
+
+BATCH, EPOCHS, WORKERS = 128, 5, 12
+
+
+def federation_of(alpha: float, clients: int, images: int) -> Federation:
+    stream = generator(0, "benchmark")
+    pixels = torch.randint(256, (images + 1000, 32, 32, 3), generator=stream, dtype=torch.uint8)
+    labels = torch.arange(images + 1000) % 10
+    test = torch.arange(images + 1000) >= images
+    store = ImageStore(pixels, labels, classes=tuple("0123456789"), name="sizes of CIFAR-10", test=test)
+    return Federation.build(store, clients=clients, alpha=alpha, seed=21, min_size=2)
+
+
+def config_of(name: str, **changes: object) -> Config:
+    base = {"backbone": "wrn40-2", "batch_size": BATCH, "local_epochs": EPOCHS, "lr": 0.1, "flip": True, "crop": 4}
+    return Config(method=name, rounds=100, device="cuda", **{**base, **changes})  # type: ignore[arg-type]
+
+
+def method_of(name: str) -> Method:
+    return make_method(name, {"score_features": "train"} if name.endswith("+foogd") else {})
+
+
+class NumpyViews(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """One image at a time as the plain loop loads it: flip and crop, and for two views a Fourier mix, in numpy."""
+
+    def __init__(self, images: np.ndarray, labels: np.ndarray, views: int) -> None:
+        self.images, self.labels, self.views = images, labels, views
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray, int]:
+        rng = np.random.default_rng()
+        x = self.augment(self.images[index], rng)
+        x_hat = x
+        if self.views == 2:
+            partner = self.augment(self.images[rng.integers(len(self.images))], rng)
+            own = np.fft.fft2(x, axes=(0, 1))
+            lam = rng.random()
+            amplitude = (1 - lam) * np.abs(own) + lam * np.abs(np.fft.fft2(partner, axes=(0, 1)))
+            x_hat = np.real(np.fft.ifft2(amplitude * np.exp(1j * np.angle(own)), axes=(0, 1))).clip(0, 255)
+        return self.tensor(x), self.tensor(x_hat), int(self.labels[index])
+
+    @staticmethod
+    def augment(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        padded = np.pad(image, ((4, 4), (4, 4), (0, 0)))
+        top, left = rng.integers(9, size=2)
+        cut = padded[top : top + 32, left : left + 32].astype(np.float32)
+        return cut[:, ::-1] if rng.random() < 0.5 else cut
+
+    @staticmethod
+    def tensor(image: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(((image / 255 - 0.5) / 0.25).transpose(2, 0, 1), dtype=np.float32)
+
+
+def time_plain(name: str, federation: Federation, most_steps: int) -> tuple[float, str]:
+    """Seconds of a round, scaled from some steps of the largest client."""
+    method = method_of(name)
+    engine = EagerEngine(method, federation, config_of(name, precision="fp32"))
+    state = initial_state(engine)
+    client = max(state.clients, key=lambda one: len(one.indices))
+    own = client.indices.cpu().numpy()
+    images, labels = federation.train.images.cpu().numpy()[own], federation.train.labels.cpu().numpy()[own]
+    nets = engine.nets()
+    ctx = engine.context(0, nets, {}, {}, Streams(0, device=engine.device), client.class_counts)
+    bind_dropout(nets, ctx.rng("dropout"))
+    phase = Phase(tuple(method.groups), 1)
+    optimisers = engine.optimisers(nets, phase, {})
+    ctx = type(ctx)(**{**ctx.__dict__, "groups": phase.groups})
+    loader = torch.utils.data.DataLoader(
+        NumpyViews(images, labels, method.views), BATCH, shuffle=True, num_workers=WORKERS, drop_last=True
+    )
+    done, began = 0, 0.0
+    while done < most_steps:
+        for x, x_hat, y in loader:
+            if done == 5:  # the first steps choose kernels
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+            batch = Batch(x.cuda(), y.cuda(), x_hat.cuda() if method.views == 2 else None)
+            for loss in local_step(method, nets, batch, ctx, optimisers).values():
+                float(loss)  # such loops read the loss at each step
+            done += 1
+            if done >= most_steps:
+                break
+    torch.cuda.synchronize()
+    step = (time.perf_counter() - began) / (done - 5)
+    return step * round_steps(federation), f"{done - 5} steps, scaled"
+
+
+def round_steps(federation: Federation) -> int:
+    return EPOCHS * sum(-(-len(own) // BATCH) for own in federation.train_indices)
+
+
+def time_eager(name: str, federation: Federation) -> tuple[float, str]:
+    method = method_of(name)
+    engine = EagerEngine(method, federation, config_of(name, local_epochs=1))
+    state = initial_state(engine)
+    small = [min(state.clients, key=lambda one: len(one.indices))]
+    list(engine.train(state.server, small, 0))  # the first steps choose kernels
+    torch.cuda.synchronize()
+    seconds = run_round(engine, state, 0).seconds
+    return seconds * EPOCHS, "1 of 5 epochs, scaled"
+
+
+def time_graph(name: str, federation: Federation, slots: int, precision: str) -> tuple[float, str]:
+    method = method_of(name)
+    engine = GraphEngine(method, federation, config_of(name, precision=precision), slots=slots)
+    state = initial_state(engine)
+    first = run_round(engine, state, 0)  # with the captures
+    if engine.fallback:
+        return float("nan"), engine.fallback
+    second = run_round(engine, first.state, 1)
+    torch.cuda.synchronize()
+    return second.seconds, f"whole round; first round {first.seconds:.1f} s with the captures"
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words.add_argument("--programs", default="plain,eager,graph")
+    words.add_argument("--methods", default="fedavg,fedavg+foogd")
+    words.add_argument("--alphas", default="5.0,0.1")
+    words.add_argument("--slots", default="4")
+    words.add_argument("--precision", default="bf16")
+    words.add_argument("--clients", type=int, default=10)
+    words.add_argument("--images", type=int, default=50_000)
+    words.add_argument("--steps", type=int, default=60, help="steps of the plain loop that are timed")
+    args = words.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("this benchmark needs a GPU, and torch finds none here")
+    about = (torch.cuda.get_device_name(), f"torch {torch.__version__}", f"Python {sys.version.split()[0]}")
+    print(", ".join((*about, f"commit {source_commit()}")))
+    print(f"{args.clients} clients, {args.images} images, WideResNet-40-2, batch {BATCH}, {EPOCHS} local epochs\n")
+    print("| method | alpha | program | s a round | images/s | peak GiB | how |")
+    print("| --- | --- | --- | ---: | ---: | ---: | --- |")
+    for name in args.methods.split(","):
+        for alpha in map(float, args.alphas.split(",")):
+            federation = federation_of(alpha, args.clients, args.images)
+            for program in args.programs.split(","):
+                for slots in args.slots.split(",") if program == "graph" else [""]:
+                    torch.cuda.empty_cache()
+                    torch.cuda.reset_peak_memory_stats()
+                    if program == "plain":
+                        seconds, how = time_plain(name, federation, args.steps + 5)
+                    elif program == "eager":
+                        seconds, how = time_eager(name, federation)
+                    else:
+                        seconds, how = time_graph(name, federation, int(slots), args.precision)
+                    rate = round_steps(federation) * BATCH * method_of(name).views / seconds
+                    memory = torch.cuda.max_memory_allocated() / 2**30
+                    label = f"{program}, {slots} slots, {args.precision}" if slots else program
+                    line = (name, str(alpha), label, f"{seconds:.1f}", f"{rate:,.0f}", f"{memory:.1f}", how)
+                    print(f"| {' | '.join(line)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""The contract of detectors, and the energy in which several of them end."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from .errors import InputError
+from .types import Output, Readout
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+class Detector(ABC):
+    """An outlier score. Its settings are the fields, with a line of help, of the final, frozen dataclass.
+
+    Only `__call__` has no default. A detector that learns from training features says how many passes it needs, returns
+    sums in `statistics`, which are added up over batches and clients, and returns its fitted copy from `fit`. What it
+    has learnt it keeps in fields without help. Fitting again from stored sums gives the same detector.
+    """
+
+    passes: ClassVar[int] = 0
+    """Passes over the training features before the detector can be used."""
+
+    local: ClassVar[bool] = False
+    """Whether each client fits its own, from one call of `statistics` on all its features, which never leave it."""
+
+    needs_score: ClassVar[bool] = False
+    """Whether it asks for the score network, which only some methods train."""
+
+    description: ClassVar[str] = ""
+    """One line for `foogd detectors`."""
+
+    paper: ClassVar[str] = ""
+    """Where the detector comes from."""
+
+    def __post_init__(self) -> None:
+        """Check the settings against the limits in their metadata."""
+        for item in fields(self):  # type: ignore[arg-type]  # only dataclasses call this
+            value, limits = getattr(self, item.name), item.metadata
+            if value is not None and not _allowed(value, limits):
+                name = type(self).__name__
+                raise InputError(f"the {item.name} of {name} is {value!r}, but it must be {_in_words(limits)}.")
+
+    def statistics(self, outputs: Output, y: Tensor, readout: Readout) -> dict[str, Tensor]:
+        """What one batch of training features adds to the sums that `fit` gets."""
+        return {}
+
+    def fit(self, total: Mapping[str, Tensor]) -> Self:
+        """The detector that has learnt from the sums of one pass."""
+        return self
+
+    def prepared(self, readout: Readout) -> Self:
+        """The fitted detector with all that can be computed once for this model; it is then used for no other."""
+        return self
+
+    def applies(self, readout: Readout | None) -> bool:
+        """Whether the model has what the detector asks for."""
+        return not self.needs_score or (readout is not None and readout.score is not None)
+
+    @abstractmethod
+    def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
+        """One score per image; larger = more OUT."""
+
+
+def energy(logits: Float[Tensor, "n classes"], temperature: float = 1.0) -> Float[Tensor, " n"]:
+    """−T · logsumexp(g/T), in float64 (Liu et al. 2020)."""
+    return -temperature * torch.logsumexp(logits.double() / temperature, dim=1)
+
+
+def _allowed(value: Any, limits: Mapping[str, Any]) -> bool:
+    # Written so that nan is outside of all limits.
+    return (
+        ("choices" not in limits or value in limits["choices"])
+        and ("ge" not in limits or value >= limits["ge"])
+        and ("gt" not in limits or value > limits["gt"])
+        and ("le" not in limits or value <= limits["le"])
+        and ("lt" not in limits or value < limits["lt"])
+    )
+
+
+def _in_words(limits: Mapping[str, Any]) -> str:
+    if "choices" in limits:
+        return " or ".join(str(choice) for choice in limits["choices"])
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    return " and ".join(f"{word} {limits[key]}" for key, word in words.items() if key in limits)

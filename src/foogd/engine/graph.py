@@ -1,0 +1,429 @@
+"""The fast engine: a client's whole local step is one CUDA graph, and several clients train at once, each in a slot.
+
+A slot owns nets whose values are views into its rows, optimisers, random streams, a block of batch indices with a
+counter on the device, and one graph a kind of phase, captured on the slot's own stream. For a client the host copies
+the server's row in, zeroes the optimisers, seeds the streams and replays; it waits once for all clients. What is
+computed is the eager engine's `local_step`; results do not depend on the number of slots.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast, final
+
+import torch
+from torch import Tensor
+
+from ..config import Config
+from ..data.federation import Federation
+from ..methods.base import Method
+from ..nets.dropout import bind_dropout
+from ..types import ClientState, Context, Nets, Phase, ServerState, Survey, Update
+from .arena import SHARED, ServerNets, Slice
+from .batches import epoch_positions, steps_per_epoch
+from .eager import EagerEngine, local_step, momentum_of, resolve_device
+from .rng import derive_seed, generator
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
+
+WARM_UP = 3  # eager steps before a capture: they create the optimisers' state and let cuDNN choose its kernels
+KEPT_BYTES = 2**31  # rows of finished clients that wait for their turn in the mean
+
+
+@final
+class SlotStreams:
+    """Random streams that live as long as their slot, as a graph needs them, and are seeded for each client."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._parts = device, cast(tuple[int | str, ...], (0,))
+        self.streams: dict[str, torch.Generator] = {}
+
+    def __call__(self, purpose: str) -> torch.Generator:
+        if purpose not in self.streams:
+            self.streams[purpose] = torch.Generator(device=self._device)
+            self._seed(purpose)
+        return self.streams[purpose]
+
+    def become(self, *parts: int | str) -> None:
+        """From now on the streams of (seed, round, client), from their start."""
+        self._parts = parts
+        for purpose in self.streams:
+            self._seed(purpose)
+
+    def _seed(self, purpose: str) -> None:
+        seed, *rest = self._parts
+        self.streams[purpose].manual_seed(derive_seed(int(seed), *rest, purpose))
+
+
+@final
+class Arrangement:
+    """The order of a slot's row: under bf16 convolutions want their weights channels last, so those values are so.
+
+    Weights, gradients and optimisers then have one layout, and no step converts between two.
+    """
+
+    def __init__(self, engine: EagerEngine) -> None:
+        self._slices: list[tuple[str, Slice]] = []
+        if engine.precision == "bf16":
+            for name, place in engine.layout.slices.items():
+                if place.row == SHARED and name.startswith("backbone.") and len(place.shape) == 4:
+                    self._slices.append((name, place))
+        self._order: Tensor | None = None
+        if self._slices:
+            self._order = torch.arange(engine.layout.shared_size, device=engine.device)
+            for _, place in self._slices:
+                own = self._order[place.offset : place.stop].clone().view(place.shape)
+                self._order[place.offset : place.stop] = own.permute(0, 2, 3, 1).reshape(-1)
+            self._back = torch.argsort(self._order)
+
+    def bind(self, nets: Nets, row: Tensor) -> None:
+        """Make the weights that are stored channels last views of their part of the row."""
+        named = dict(nets.named_parameters())
+        for name, place in self._slices:
+            out, fan_in, height, width = place.shape
+            part = row[place.offset : place.stop].view(out, height, width, fan_in).permute(0, 3, 1, 2)
+            named[name].data = part.data
+
+    def of(self, row: Tensor) -> Tensor:
+        """The server's row in the order of a slot."""
+        return row if self._order is None else row[self._order]
+
+    def back(self, row: Tensor) -> Tensor:
+        """A copy of a slot's row in the order of the server."""
+        return row.clone() if self._order is None else row[self._back]
+
+
+@final
+class Slot:
+    """One place where a client can train while others do the same."""
+
+    def __init__(self, engine: EagerEngine, arrangement: Arrangement, most_steps: int, most_samples: int) -> None:
+        self._engine, self.arrangement, device = engine, arrangement, engine.device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        layout = engine.layout
+        self.nets = engine.nets()
+        self.shared, self.personal, _ = layout.pack(self.nets)
+        self.frozen = layout.pack_frozen(self.nets)
+        layout.bind(self.nets, self.shared, self.personal, self.frozen)
+        arrangement.bind(self.nets, self.shared)
+        self.counters = layout.integer_buffers(self.nets)
+        self.received = copy.deepcopy(self.nets).requires_grad_(False).eval()
+        self.received_shared, self.received_personal = self.shared.clone(), self.personal.clone()
+        layout.bind(self.received, self.received_shared, self.received_personal, self.frozen)
+        arrangement.bind(self.received, self.received_shared)
+        self.received_counters = layout.integer_buffers(self.received)
+        self.rng = SlotStreams(device)
+        bind_dropout(self.nets, self.rng("dropout"))
+        batch = engine.config.batch_size
+        self.block = torch.zeros(most_steps, batch, dtype=torch.int64, device=device)
+        self.step = torch.zeros(1, dtype=torch.int64, device=device)
+        self.own = torch.zeros(most_samples, dtype=torch.int64, device=device)
+        self.samples = torch.ones((), dtype=torch.int64, device=device)
+        self.class_counts = torch.ones(engine.federation.num_classes, device=device)
+        self.server: dict[str, Tensor] = {}
+        self.memory: dict[str, Tensor] = {}
+        self._places: dict[Hashable, Tensor] = {}
+        self._graphs: dict[Hashable, Captured] = {}
+
+    def on(self) -> AbstractContextManager[Any]:
+        """What is launched inside goes to the slot's own stream."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def arrive(self, server: ServerState, row: Tensor, client: ClientState, round: int) -> Context:
+        """The server's values (its `row` as it is arranged here) and the client's own, and what the client may know."""
+        self.shared.copy_(row)
+        self.frozen.copy_(server.frozen)
+        self.personal.copy_(client.personal)
+        self.received_shared.copy_(row)
+        self.received_personal.copy_(client.personal)
+        for name, counter in self.counters.items():
+            counter.copy_(server.integers[name])
+            self.received_counters[name].copy_(server.integers[name])
+        self.server, self.memory = self._keep("server", server.extra), self._keep("memory", client.memory)
+        self.class_counts.copy_(client.class_counts)
+        self.own[: len(client.indices)].copy_(client.indices)
+        self.samples.fill_(len(client.indices))
+        self.rng.become(self._engine.config.seed, round, client.id)
+        return self._engine.context(round, self.received, self.server, self.memory, self.rng, self.class_counts)
+
+    def _keep(self, part: str, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The values in tensors that stay where they are for good, as any graph of the slot may read them."""
+        found = {}
+        for name, value in values.items():
+            place = self._places.setdefault((part, name, value.shape, value.dtype), torch.empty_like(value))
+            found[name] = place.copy_(value)
+        return found
+
+    def captured(self, phase: Phase, ctx: Context) -> Captured:
+        """The graph of a step of this phase; recorded where the slot has none that fits."""
+        method = self._engine.method
+        shapes = tuple((name, value.shape) for part in (self.server, self.memory) for name, value in part.items())
+        round = ctx.round if method.reads_round else None
+        key = (phase.groups, phase.received, shapes, round)
+        if key not in self._graphs:
+            kept = {k: found for k, found in self._graphs.items() if k[3] == round}  # type: ignore[index]
+            self._graphs = kept
+            self._graphs[key] = Captured(self._engine, self, phase, ctx)
+        return self._graphs[key]
+
+
+@final
+class Captured:
+    """One kind of local step of a slot as a graph, with its optimisers and the sums of its losses."""
+
+    def __init__(self, engine: EagerEngine, slot: Slot, phase: Phase, ctx: Context) -> None:
+        self._engine, self._slot, self._phase = engine, slot, phase
+        self.optimisers = engine.optimisers(slot.nets, phase, {})
+        self.totals = {group: torch.zeros((), device=engine.device) for group in phase.groups}
+        kept = slot.shared.clone(), slot.personal.clone()
+        counters = {name: counter.clone() for name, counter in slot.counters.items()}
+        seen = cast(Context, _Blind(ctx)) if not engine.method.reads_round else ctx
+
+        def step() -> None:
+            indices = slot.block.index_select(0, slot.step).view(-1)
+            batch = engine.batches.training(indices, slot.own, slot.rng, slot.samples)
+            losses = local_step(engine.method, slot.nets, batch, seen, self.optimisers, received=phase.received)
+            for group, loss in losses.items():
+                self.totals[group].add_(loss)
+            slot.step.add_(1)
+
+        trial = torch.arange(slot.block.numel(), device=engine.device) % slot.samples
+        slot.block.copy_(slot.own[trial].view_as(slot.block))
+        for _ in range(WARM_UP):
+            slot.step.zero_()
+            step()
+        slot.step.zero_()
+        self.replay: Callable[[], None] = step
+        if engine.device.type == "cuda":
+            graph = torch.cuda.CUDAGraph()
+            for stream in slot.rng.streams.values():
+                graph.register_generator_state(stream)
+            torch.cuda.synchronize(engine.device)
+            with torch.cuda.graph(graph, pool=slot.pool, stream=slot.stream):
+                step()
+            self.replay = graph.replay
+        # What the trial steps changed is put back.
+        slot.shared.copy_(kept[0])
+        slot.personal.copy_(kept[1])
+        for name, counter in slot.counters.items():
+            counter.copy_(counters[name])
+
+    def begin(self, block: Int[Tensor, "steps b"], kept: Mapping[str, Tensor]) -> None:
+        """Everything as at the first step of a phase, with these batches to come."""
+        self._engine.set_modes(self._slot.nets, self._phase)
+        self._slot.block[: len(block)].copy_(block)
+        self._slot.step.zero_()
+        for total in self.totals.values():
+            total.zero_()
+        for group, optimiser in self.optimisers.items():
+            optimiser.restart({k: v for k, v in kept.items() if k.startswith(f"{group}/")})
+
+
+class _Blind:
+    """A context without its round: the graph that reads it is replayed in other rounds too."""
+
+    def __init__(self, ctx: Context) -> None:
+        self.__dict__.update({k: v for k, v in ctx.__dict__.items() if k != "round"})
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "round":
+            raise CannotCapture("its losses read ctx.round, but it does not say so (Method.reads_round)")
+        raise AttributeError(name)
+
+
+class CannotCapture(RuntimeError):
+    """Why a method's step cannot be a graph; the message names the operation."""
+
+
+@final
+class GraphEngine:
+    """Trains several clients at once on one GPU by replaying graphs of the eager engine's step."""
+
+    def __init__(
+        self,
+        method: Method,
+        federation: Federation,
+        config: Config,
+        *,
+        slots: int | None = None,
+        rehearse: bool = False,
+    ) -> None:
+        """With `rehearse` the same schedule runs without recording anything, on any device: for tests without a GPU."""
+        self.eager = EagerEngine(method, federation, config)
+        self.method, self.config, self.layout = method, config, self.eager.layout
+        self.federation, self.device = self.eager.federation, self.eager.device
+        self._slots: list[Slot] = []
+        self._count = slots or config.slots
+        if self.device.type == "cuda" and not torch.backends.cudnn.deterministic:
+            torch.backends.cudnn.benchmark = True  # shapes never change, so the fastest kernels are found once
+        self._arrangement = Arrangement(self.eager)
+        self.fallback = None if rehearse else why_not(self.eager)
+
+    def nets(self) -> Nets:
+        """A fresh, independent set of nets with the start weights of the run."""
+        return self.eager.nets()
+
+    def server_nets(self) -> ServerNets:
+        """Nets for the server's own work."""
+        return self.eager.server_nets()
+
+    def pretrain(self, nets: Nets) -> None:
+        """The server's training before round 1, step by step."""
+        self.eager.pretrain(nets)
+
+    def personalise(self, server: ServerState, clients: Sequence[ClientState]) -> list[ClientState]:
+        """The clients with their private nets trained on the final model, step by step."""
+        return self.eager.personalise(server, clients)
+
+    def survey(self, server: ServerState, clients: Sequence[ClientState], round: int) -> list[Survey]:
+        """What the clients answer at the received weights before training."""
+        return self.eager.survey(server, clients, round)
+
+    def train(self, server: ServerState, clients: Sequence[ClientState], round: int) -> Iterator[Update]:
+        """Local training of all clients; updates come in the order of `clients`."""
+        if self.fallback is None:
+            try:
+                self._prepare(server, clients, round)
+            except CannotCapture as error:
+                self.fallback = str(error)
+        if self.fallback is not None:
+            yield from self.eager.train(server, clients, round)
+            return
+        row = max(1, server.shared.nbytes)
+        window = max(len(self._slots), KEPT_BYTES // row)
+        for start in range(0, len(clients), window):
+            yield from self._train_some(server, clients[start : start + window], round)
+
+    def _prepare(self, server: ServerState, clients: Sequence[ClientState], round: int) -> None:
+        """Slots for the largest client, and a graph in each for every kind of phase of this round."""
+        phases = self.method.phases(round, self.config.rounds, self.config.local_epochs)
+        most = max((len(own) for own in self.federation.train_indices), default=1)
+        steps = max(1, *(phase.epochs for phase in phases)) * steps_per_epoch(most, self.config) if phases else 1
+        if self._slots and len(self._slots[0].block) < steps:
+            self._slots = []
+        for _ in range(len(self._slots), min(self._count, len(clients))):
+            self._slots.append(Slot(self.eager, self._arrangement, steps, most))
+        row = self._arrangement.of(server.shared)
+        self._synchronise()
+        for slot in self._slots:
+            with slot.on():
+                ctx = slot.arrive(server, row, clients[0], round)
+                for phase in phases:
+                    if phase.epochs:
+                        self._capture(slot, phase, ctx)
+        self._synchronise()
+
+    def _synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _capture(self, slot: Slot, phase: Phase, ctx: Context) -> Captured:
+        try:
+            return slot.captured(phase, replace(ctx, groups=phase.groups))
+        except CannotCapture:
+            raise
+        except (RuntimeError, NotImplementedError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise CannotCapture(" ".join(str(error).split())) from error
+
+    def _train_some(self, server: ServerState, clients: Sequence[ClientState], round: int) -> Iterator[Update]:
+        """Clients onto slots, the longest first; one step of each slot in turn; one synchronisation at the end."""
+        row = self._arrangement.of(server.shared)
+        queues: list[list[ClientState]] = [[] for _ in self._slots]
+        load = [0] * len(self._slots)
+        for client in sorted(clients, key=lambda one: (-len(one.indices), one.id)):
+            least = load.index(min(load))
+            queues[least].append(client)
+            load[least] += max(1, len(client.indices))
+        done: dict[int, Callable[[], Update]] = {}
+        running = []
+        for slot, queue in zip(self._slots, queues, strict=True):
+            if slot.stream is not None:
+                slot.stream.wait_stream(torch.cuda.current_stream(self.device))
+            running.append(self._work(slot, server, row, queue, round, done))
+        while running:
+            running = [work for work in running if next(work, None) is not None]
+        self._synchronise()
+        for client in clients:
+            yield done.pop(client.id)()
+
+    def _work(
+        self,
+        slot: Slot,
+        server: ServerState,
+        row: Tensor,
+        queue: Sequence[ClientState],
+        round: int,
+        done: dict[int, Callable[[], Update]],
+    ) -> Iterator[bool]:
+        """All steps of a slot's clients; hands back after each one, so that the host feeds all slots evenly."""
+        phases = self.method.phases(round, self.config.rounds, self.config.local_epochs)
+        for client in queue:
+            with slot.on():
+                ctx = slot.arrive(server, row, client, round)
+                ctx = replace(ctx, steps=self.eager.steps(client, phases))
+            order = generator(self.config.seed, round, client.id, "order")
+            totals: dict[str, Tensor] = {}
+            for phase in phases:
+                if not phase.epochs:
+                    continue
+                epochs = [epoch_positions(len(client.indices), self.config, order) for _ in range(phase.epochs)]
+                with slot.on():
+                    # On the slot's stream like all that it reads: streams do not wait for each other.
+                    block = client.indices[torch.cat(epochs).to(client.indices.device)]
+                    captured = self._capture(slot, phase, ctx)
+                    captured.begin(block, client.optimiser)
+                for _ in range(len(block)):
+                    with slot.on():
+                        captured.replay()
+                    yield True
+                with slot.on():
+                    for group, total in captured.totals.items():
+                        totals[group] = totals[group] + total if group in totals else total.clone()
+                    if self.config.keep_momentum:
+                        client.optimiser = {**client.optimiser, **momentum_of(captured.optimisers)}
+            with slot.on():
+                done[client.id] = self._finished(slot, client, ctx, totals)
+
+    def _finished(
+        self, slot: Slot, client: ClientState, ctx: Context, totals: Mapping[str, Tensor]
+    ) -> Callable[[], Update]:
+        """The client's update; the losses are read once the device is done."""
+        slot.nets.eval()
+        with torch.no_grad():
+            parts = torch.split(client.indices.to(self.device), self.config.batch_size)
+            extra, memory = self.method.finish(slot.nets, map(self.eager.batches.plain, parts), ctx)
+        # What a method hands over may be the slot's own tensors, which the next client overwrites.
+        extra = {name: value.clone() for name, value in extra.items()}
+        client.memory = {name: value.clone() for name, value in memory.items()}
+        client.personal = slot.personal.clone()
+        shared = self._arrangement.back(slot.shared)
+        integers = {name: counter.clone() for name, counter in slot.counters.items()}
+
+        def update() -> Update:
+            losses = {group: float(total) / ctx.steps[group] for group, total in totals.items()}
+            return Update(client.id, self.eager.weight(client), shared, extra, integers, losses)
+
+        return update
+
+
+def why_not(engine: EagerEngine) -> str | None:
+    """Why this run cannot be captured at all, or None."""
+    if engine.device.type != "cuda":
+        return "graphs need a GPU"
+    if engine.federation.train.images.device.type != "cuda":
+        return "the images stay on the host (resident)"
+    return None
+
+
+def make_engine(method: Method, federation: Federation, config: Config) -> EagerEngine | GraphEngine:
+    """The engine that a configuration names; `auto` takes graphs where there is a GPU."""
+    if config.engine == "graph" or (config.engine == "auto" and resolve_device(config.device).type == "cuda"):
+        return GraphEngine(method, federation, config)
+    return EagerEngine(method, federation, config)

@@ -1,0 +1,396 @@
+"""Detectors that learn from training features: sums over batches and clients in, a fitted detector out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self, TypeVar, final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from .detector import Detector, energy
+from .errors import InputError
+from .types import Output, Readout
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+T = TypeVar("T")
+
+SMALLEST, LARGEST, STEP = 1e-8, 1e8, 0.0019
+"""ReAct's histogram: magnitudes between these two in bins of 0.19 %, for each sign, and one bin for what is smaller."""
+
+BINS = math.ceil(math.log(LARGEST / SMALLEST) / STEP)
+
+NOISE = 1e-12
+"""Variances below this share of the mean square are what rounding leaves of zero."""
+
+DISTANCES = 2**24
+"""How many distances the nearest-neighbour search holds at a time."""
+
+
+@final
+@dataclass(frozen=True)
+class ReAct(Detector):
+    """The energy of g(min(z, c)), where c is a percentile of all training activations.
+
+    The percentile comes from a histogram whose bins are fixed in advance, so that it does not depend on how the data is
+    cut; c is right to 0.1 %, for magnitudes from 1e-8 to 1e8.
+    """
+
+    description: ClassVar[str] = "energy after clipping the features from above"
+    paper: ClassVar[str] = "Sun et al. 2021"
+    passes: ClassVar[int] = 1
+
+    percentile: float = field(
+        default=90.0, metadata={"ge": 0.0, "le": 100.0, "help": "percentile of the training activations to clip at"}
+    )
+    threshold: float | None = field(default=None, repr=False, compare=False)
+
+    def applies(self, readout: Readout | None) -> bool:
+        return readout is not None
+
+    def statistics(self, outputs: Output, y: Tensor, readout: Readout) -> dict[str, Tensor]:
+        return {"counts": histogram(outputs.z.detach())}
+
+    def fit(self, total: Mapping[str, Tensor]) -> Self:
+        (counts,) = _sums(self, total, "counts")
+        return replace(self, threshold=histogram_percentile(counts, self.percentile))
+
+    def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
+        threshold = _ready(self, self.threshold)
+        return energy(_given(self, readout).head(outputs.z.clamp_max(threshold)))
+
+
+@final
+@dataclass(frozen=True)
+class DICE(Detector):
+    """The energy of (M∘W)z + b, where the mask M keeps the entries with the largest contribution E[z]_j · W_cj.
+
+    Of m entries m − round(m·percentile/100) are kept, at least one. The head is the one that classifies.
+    """
+
+    description: ClassVar[str] = "energy with the strongest weights of the head alone"
+    paper: ClassVar[str] = "Sun & Li 2022"
+    passes: ClassVar[int] = 1
+
+    percentile: float = field(
+        default=90.0, metadata={"ge": 0.0, "lt": 100.0, "help": "percentage of the head's weights that are set to 0"}
+    )
+    mean: Tensor | None = field(default=None, repr=False, compare=False)
+    kept: _Linear | None = field(default=None, repr=False, compare=False)
+
+    def applies(self, readout: Readout | None) -> bool:
+        return readout is not None and readout.weight is not None
+
+    def statistics(self, outputs: Output, y: Tensor, readout: Readout) -> dict[str, Tensor]:
+        z = outputs.z.detach().double()
+        return {"n": z.new_tensor(float(len(z))), "sum": z.sum(dim=0)}
+
+    def fit(self, total: Mapping[str, Tensor]) -> Self:
+        n, first = _sums(self, total, "n", "sum")
+        return replace(self, mean=first / n, kept=None)
+
+    def prepared(self, readout: Readout) -> Self:
+        head, mean = _linear(self, readout), _ready(self, self.mean)
+        contribution = (mean.to(head.weight.device) * head.weight).flatten()
+        k = max(len(contribution) - round(len(contribution) * self.percentile / 100), 1)
+        order = contribution.argsort(descending=True, stable=True)
+        mask = torch.zeros_like(contribution, dtype=torch.bool).scatter(0, order[:k], True)
+        return replace(self, kept=head._replace(weight=torch.where(mask.view_as(head.weight), head.weight, 0.0)))
+
+    def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
+        kept = self.kept or _ready(self, self.prepared(_given(self, readout)).kept)
+        return energy(outputs.z.double() @ kept.weight.T + kept.bias)
+
+
+@final
+@dataclass(frozen=True)
+class ViM(Detector):
+    """α · ‖Rᵀ(z − u)‖ − logsumexp(g), with u = −W⁺b the point of no logits.
+
+    R spans what the largest eigenvectors of E[(z−u)(z−u)ᵀ] leave over; eigenvectors without variance are never among
+    those. α makes the residuals as large as the largest logits: |E max_c g_c| / E‖Rᵀ(z − u)‖ over the training data, in
+    a second pass. A residual below 1e-6 of ‖z − u‖ counts as that much, so that α stays finite.
+    """
+
+    description: ClassVar[str] = "energy and the residual outside of the principal space"
+    paper: ClassVar[str] = "Wang et al. 2022"
+    passes: ClassVar[int] = 2
+
+    share: float = field(
+        default=0.5, metadata={"ge": 0.0, "lt": 1.0, "help": "share of the dimensions in the principal space"}
+    )
+    moments: _Moments | None = field(default=None, repr=False, compare=False)
+    alpha: float | None = field(default=None, repr=False, compare=False)
+    space: _Space | None = field(default=None, repr=False, compare=False)
+
+    def applies(self, readout: Readout | None) -> bool:
+        return readout is not None and readout.weight is not None
+
+    def statistics(self, outputs: Output, y: Tensor, readout: Readout) -> dict[str, Tensor]:
+        if self.moments is None:
+            return moments(outputs.z)
+        space = self._space(readout)
+        shifted = outputs.z.detach().double() - space.origin
+        return {
+            "n": shifted.new_tensor(float(len(shifted))),
+            "max_logit": outputs.logits.detach().double().amax(dim=1).sum(),
+            "residual": (shifted @ space.residual).norm(dim=1).sum(),
+            "length": shifted.norm(dim=1).sum(),
+        }
+
+    def fit(self, total: Mapping[str, Tensor]) -> Self:
+        if self.moments is None:
+            return replace(self, moments=_Moments.of(*_sums(self, total, "n", "sum", "outer")))
+        _, top, residual, length = _sums(self, total, "n", "max_logit", "residual", "length")
+        alpha = float(top.abs() / torch.maximum(residual, 1e-6 * length)) if float(length) != 0 else 0.0
+        return replace(self, alpha=alpha, space=None)
+
+    def prepared(self, readout: Readout) -> Self:
+        head, known = _linear(self, readout), _ready(self, self.moments)
+        origin = -_pseudo_inverse(head.weight) @ head.bias
+        offset = known.mean.to(origin.device) - origin
+        values, vectors = _eigen(known.covariance.to(origin.device) + torch.outer(offset, offset))
+        # Among directions without variance the choice would be rounding's, so all of them belong to the residual.
+        varied = int((values > NOISE * values.sum()).sum())
+        principal = min(int(self.share * len(values)), varied)
+        return replace(self, space=_Space(origin, vectors[:, : len(values) - principal]))
+
+    def _space(self, readout: Readout | None) -> _Space:
+        return self.space or _ready(self, self.prepared(_given(self, readout)).space)
+
+    def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
+        alpha, space = _ready(self, self.alpha), self._space(readout)
+        residual = (outputs.z.double() - space.origin) @ space.residual
+        scores: Tensor = alpha * residual.norm(dim=1) + energy(outputs.logits)
+        return scores
+
+
+@final
+@dataclass(frozen=True)
+class KNN(Detector):
+    """The distance of z/‖z‖ to its k-th nearest unit feature among the client's own training data.
+
+    k = min(`k`, ⌊n/2⌋), at least 1. The features stay where they are: every client has its own detector.
+    """
+
+    description: ClassVar[str] = "distance to the client's k-th nearest training feature"
+    paper: ClassVar[str] = "Sun et al. 2022"
+    passes: ClassVar[int] = 1
+    local: ClassVar[bool] = True
+
+    k: int = field(default=50, metadata={"ge": 1, "help": "which neighbour; at most half of the training features"})
+    bank: Tensor | None = field(default=None, repr=False, compare=False)
+
+    def statistics(self, outputs: Output, y: Tensor, readout: Readout) -> dict[str, Tensor]:
+        return {"bank": _unit(outputs.z.detach())}
+
+    def fit(self, total: Mapping[str, Tensor]) -> Self:
+        bank = total.get("bank")
+        if bank is None or len(bank) == 0:
+            raise InputError("KNN cannot be fitted: the client has no training features of its own.")
+        return replace(self, bank=bank)
+
+    def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
+        bank = _ready(self, self.bank).to(outputs.z.device).double()
+        k = max(min(self.k, len(bank) // 2), 1)
+        parts = torch.split(_unit(outputs.z).double(), max(DISTANCES // len(bank), 1))
+        squares = bank.square().sum(dim=1)
+        nearest = []
+        for part in parts:
+            distances = part.square().sum(dim=1, keepdim=True) + squares - 2 * part @ bank.T
+            nearest.append(distances.kthvalue(k, dim=1).values.clamp_min(0.0).sqrt())
+        return torch.cat(nearest)
+
+
+@final
+@dataclass(frozen=True)
+class Mahalanobis(Detector):
+    """min_c (z−μ_c)ᵀ Σ⁻¹ (z−μ_c) over the classes that were seen, with one Σ for all of them.
+
+    Clients send Σz for each class, so the server learns how many images of each class they have.
+    """
+
+    description: ClassVar[str] = "distance to the nearest class mean, one covariance for all"
+    paper: ClassVar[str] = "Lee et al. 2018"
+    passes: ClassVar[int] = 1
+
+    shrinkage: float = field(
+        default=1e-6, metadata={"ge": 0.0, "le": 1.0, "help": "how far the covariance goes towards its mean variance"}
+    )
+    whitening: _Whitening | None = field(default=None, repr=False, compare=False)
+    means: Tensor | None = field(default=None, repr=False, compare=False)
+
+    def statistics(self, outputs: Output, y: Tensor, readout: Readout) -> dict[str, Tensor]:
+        z = outputs.z.detach().double()
+        members = one_hot(y.long(), outputs.logits.shape[1]).to(z)
+        return {"counts": members.sum(dim=0), "sums": members.T @ z, "outer": z.T @ z}
+
+    def fit(self, total: Mapping[str, Tensor]) -> Self:
+        counts, sums, outer = _sums(self, total, "counts", "sums", "outer")
+        n, seen = counts.sum(), counts > 0
+        means = sums[seen] / counts[seen].unsqueeze(1)
+        within = (outer - sums[seen].T @ means) / n
+        whitening = _Whitening.of(sums.sum(dim=0) / n, within, outer.diagonal().mean() / n, self.shrinkage)
+        return replace(self, whitening=whitening, means=whitening(means))
+
+    def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
+        z, means = _ready(self, self.whitening)(outputs.z), _ready(self, self.means)
+        # Differences, not scalar products: classes can be far apart compared with their width.
+        exact = "donot_use_mm_for_euclid_dist"
+        return torch.cdist(z, means.to(z.device), compute_mode=exact).square().amin(dim=1)
+
+
+@final
+@dataclass(frozen=True)
+class Gaussian(Detector):
+    """−log N(z; μ, Σ), minus the log density of one Gaussian for all training features, in nats.
+
+    n, Σz and Σzzᵀ are all that clients send, and their sums give what pooled features would have given.
+    """
+
+    description: ClassVar[str] = "minus the log density of one Gaussian on the features"
+    paper: ClassVar[str] = "Sehwag et al. 2021 with one cluster, features not normalised"
+    passes: ClassVar[int] = 1
+
+    shrinkage: float = field(
+        default=1e-6, metadata={"ge": 0.0, "le": 1.0, "help": "how far the covariance goes towards its mean variance"}
+    )
+    whitening: _Whitening | None = field(default=None, repr=False, compare=False)
+
+    def statistics(self, outputs: Output, y: Tensor, readout: Readout) -> dict[str, Tensor]:
+        return moments(outputs.z)
+
+    def fit(self, total: Mapping[str, Tensor]) -> Self:
+        n, first, outer = _sums(self, total, "n", "sum", "outer")
+        mean, covariance = _Moments.of(n, first, outer)
+        whitening = _Whitening.of(mean, covariance, outer.diagonal().mean() / n, self.shrinkage)
+        return replace(self, whitening=whitening)
+
+    def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
+        whitening = _ready(self, self.whitening)
+        squared = whitening(outputs.z).square().sum(dim=1)
+        return 0.5 * (squared + whitening.log_determinant + outputs.z.shape[1] * math.log(2 * math.pi))
+
+
+def moments(z: Float[Tensor, "n d"]) -> dict[str, Tensor]:
+    """n, Σz and Σzzᵀ in float64: what a Gaussian needs, and nothing about a single image."""
+    z = z.detach().double()
+    return {"n": z.new_tensor(float(len(z))), "sum": z.sum(dim=0), "outer": z.T @ z}
+
+
+def histogram(z: Float[Tensor, "n d"]) -> Int[Tensor, " bins"]:
+    """How many entries are in each bin: negative ones from large to small, those near 0, positive ones."""
+    z = z.float()
+    level = (z.abs() / SMALLEST).log().div(STEP).floor() + 1  # 0: smaller than all bins
+    signed = level.nan_to_num(0.0).clamp(0, BINS) * z.sign().nan_to_num(0.0)
+    return torch.bincount((signed.long() + BINS).flatten(), minlength=2 * BINS + 1)
+
+
+def histogram_percentile(counts: Int[Tensor, " bins"], percentile: float) -> float:
+    """The percentile of the entries in a histogram, linear between neighbours in order; a bin is its middle."""
+    upto = counts.cumsum(0)
+    rank = (int(upto[-1]) - 1) * percentile / 100
+    ends = [int(torch.searchsorted(upto, r, right=True)) - BINS for r in (math.floor(rank), math.ceil(rank))]
+    low, high = (math.copysign(SMALLEST * math.exp((abs(i) - 0.5) * STEP), i) if i else 0.0 for i in ends)
+    return low + (high - low) * (rank - math.floor(rank))
+
+
+class _Linear(NamedTuple):
+    """A linear head in float64; copies, because the nets behind a readout take another client's values later."""
+
+    weight: Float[Tensor, "classes d"]
+    bias: Float[Tensor, " classes"]
+
+
+class _Moments(NamedTuple):
+    mean: Float[Tensor, " d"]
+    covariance: Float[Tensor, "d d"]
+
+    @classmethod
+    def of(cls, n: Tensor, first: Tensor, outer: Tensor) -> _Moments:
+        mean = first / n
+        return cls(mean, outer / n - torch.outer(mean, mean))
+
+
+class _Space(NamedTuple):
+    origin: Float[Tensor, " d"]
+    residual: Float[Tensor, "d r"]
+
+
+class _Whitening(NamedTuple):
+    """z ↦ (z − centre) V Λ^(−1/2), whose squared length is the Mahalanobis distance to the centre."""
+
+    centre: Float[Tensor, " d"]
+    matrix: Float[Tensor, "d d"]
+    log_determinant: float  # of the covariance
+
+    @classmethod
+    def of(cls, centre: Tensor, covariance: Tensor, mean_square: Tensor, shrinkage: float) -> _Whitening:
+        """The covariance shrunk to (1−s)·Σ + s·tr(Σ)/d·I; where all variances are 0, distances are Euclidean."""
+        values, vectors = _eigen(covariance)
+        values = (1 - shrinkage) * values + shrinkage * values.mean()
+        values = values.clamp_min(float(NOISE * mean_square)) if float(mean_square) != 0 else torch.ones_like(values)
+        return cls(centre, vectors / values.sqrt(), float(values.log().sum()))
+
+    def __call__(self, z: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
+        return (z.double() - self.centre.to(z.device)) @ self.matrix.to(z.device)
+
+
+def _eigen(matrix: Float[Tensor, "d d"]) -> tuple[Float[Tensor, " d"], Float[Tensor, "d d"]]:
+    """Eigenvalues from small to large, none below 0, and eigenvectors; all nan after a model has diverged."""
+    if not bool(torch.isfinite(matrix).all()):
+        return torch.full_like(matrix[0], math.nan), torch.full_like(matrix, math.nan)
+    values, vectors = torch.linalg.eigh(matrix)
+    return values.clamp_min(0.0), vectors
+
+
+def _pseudo_inverse(weight: Float[Tensor, "classes d"]) -> Float[Tensor, "d classes"]:
+    if not bool(torch.isfinite(weight).all()):
+        return torch.full_like(weight.T, math.nan)
+    inverse: Tensor = torch.linalg.pinv(weight)
+    return inverse
+
+
+def _unit(z: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
+    """z/‖z‖, and 0 where z is 0."""
+    length = z.double().norm(dim=1, keepdim=True)
+    return (z / torch.where(length > 0, length, 1.0)).to(z.dtype)
+
+
+def _linear(detector: Detector, readout: Readout) -> _Linear:
+    if readout.weight is None:
+        raise InputError(f"{type(detector).__name__} needs the weights of a linear head, but the model has none.")
+    weight = readout.weight.detach().to(torch.float64, copy=True)
+    if readout.bias is None:
+        return _Linear(weight, weight.new_zeros(len(weight)))
+    return _Linear(weight, readout.bias.detach().to(torch.float64, copy=True))
+
+
+def _given(detector: Detector, readout: Readout | None) -> Readout:
+    if readout is None:
+        raise InputError(f"{type(detector).__name__} needs the model's head, but no readout was given.")
+    return readout
+
+
+def _ready(detector: Detector, value: T | None) -> T:
+    if value is None:
+        times = "once" if detector.passes == 1 else f"{detector.passes} times"
+        raise InputError(f"{type(detector).__name__} was used before it was fitted: call fit {times} first.")
+    return value
+
+
+def _sums(detector: Detector, total: Mapping[str, Tensor], *names: str) -> list[Tensor]:
+    """The statistics of these names, of which the first counts what was seen."""
+    name = type(detector).__name__
+    missing = [key for key in names if key not in total]
+    if missing:
+        raise InputError(f"{name} cannot be fitted: the statistics {', '.join(missing)} are missing.")
+    found = [total[key] for key in names]
+    if float(found[0].sum()) == 0:
+        raise InputError(f"{name} cannot be fitted: there are no training features.")
+    return found

@@ -1,0 +1,328 @@
+"""A trained model for use: label, probability, outlier score and verdict for new images, without any training data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .config import Config
+from .data.federation import fit_to
+from .data.store import ImageStore
+from .detect import Detector, resolve_detector
+from .engine.arena import Layout
+from .engine.eager import build_nets, resolve_device
+from .engine.rng import Streams
+from .errors import InputError
+from .evaluate import Evaluation
+from .methods.base import Method
+from .metrics import threshold_at_tpr
+from .types import Context, Output
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+
+MODEL = "model"  # the folder within that of the run
+TENSORS, ABOUT = "model.safetensors", "model.json"
+PREFERRED = ("score_norm", "energy", "msp")  # the detector that a verdict rests on, where nobody chooses one
+
+
+@final
+@dataclass(frozen=True)
+class Predictions:
+    """What the model says about n images; `out` is None where the run set no images aside for a threshold."""
+
+    labels: tuple[str, ...]
+    classes: Int[Tensor, " n"]
+    probability: Float[Tensor, " n"]  # of that class, by softmax
+    score: Float[Tensor, " n"]  # larger = more OUT
+    out: Bool[Tensor, " n"] | None  # IsOUT(x) of Eq. 9: the score is above the threshold
+    threshold: float | None
+    detector: str
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One dictionary an image, of plain numbers and words."""
+        verdicts = [None] * len(self) if self.out is None else ["OUT" if out else "IN" for out in self.out.tolist()]
+        columns = zip(self.labels, self.probability.tolist(), self.score.tolist(), verdicts, strict=True)
+        return [
+            {"label": label, "probability": p, "score": s, "threshold": self.threshold, "verdict": verdict}
+            for label, p, s, verdict in columns
+        ]
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What nets are built for."""
+
+    shape: tuple[int, int, int]
+    num_classes: int
+
+
+@dataclass(frozen=True)
+class _Client:
+    """What one client's model has of its own; that of nobody in particular has the mean of the private values."""
+
+    personal: Tensor
+    class_counts: Tensor
+    memory: Mapping[str, Tensor]
+    detectors: Mapping[str, Detector]
+
+
+@final
+class Model:
+    """A trained federation: everyone's model, and with `client` the one of a client with its private part."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Config,
+        method: Method,
+        about: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        device: torch.device,
+    ) -> None:
+        self.folder, self.config, self.method, self.device = folder, config, method, device
+        self.classes: tuple[str, ...] = tuple(about["classes"])
+        self.shape: tuple[int, int, int] = tuple(about["shape"])
+        self.clients: int = about["clients"]
+        self.round: int = about["round"]
+        self._tensors = {name: value.to(device) for name, value in tensors.items()}
+        self._nets = build_nets(method, _Task(self.shape, len(self.classes)), config).to(device)
+        layout = Layout.of(self._nets, method.private_names(self._nets).__contains__, method.frozen)
+        shared, self._personal, _ = layout.pack(self._nets)
+        frozen = layout.pack_frozen(self._nets)
+        for name, row in (("shared", shared), ("frozen", frozen)):
+            saved = self._tensors[name]
+            if saved.shape != row.shape:
+                found, wanted = tuple(saved.shape), tuple(row.shape)
+                raise InputError(f"{folder} does not fit its configuration: {name} is {found}, {wanted} is needed")
+            row.copy_(saved)
+        layout.bind(self._nets, shared, self._personal, frozen)
+        layout.load_integers(self._nets, self._below("integers."))
+        self._nets.eval().requires_grad_(False)
+        self._extra = self._below("extra.")
+        self._mean = torch.tensor(about["mean"], device=device).view(1, -1, 1, 1)
+        self._std = torch.tensor(about["std"], device=device).view(1, -1, 1, 1)
+        self._names: list[str] = about["detectors"]
+        fresh = {name: resolve_detector(name) for name in self._names}
+        common = {n: self._fitted(d, f"detector.{self._names.index(n)}.") for n, d in fresh.items() if not d.local}
+        self._of: dict[int | None, _Client] = {}
+        for client in range(self.clients):
+            own = {
+                n: self._fitted(d, f"client.{client}.detector.{self._names.index(n)}.")
+                for n, d in fresh.items()
+                if d.local and self._below(f"client.{client}.detector.{self._names.index(n)}.")
+            }
+            self._of[client] = _Client(
+                personal=self._tensors[f"client.{client}.personal"],
+                class_counts=self._tensors[f"client.{client}.class_counts"],
+                memory=self._below(f"client.{client}.memory."),
+                detectors={**common, **own},
+            )
+        having = [own for own in self._of.values() if bool(own.class_counts.sum() > 0)]
+        self._of[None] = _Client(
+            personal=torch.stack([own.personal for own in having]).mean(0),
+            class_counts=torch.stack([own.class_counts for own in having]).sum(0),
+            memory={},
+            detectors=common,
+        )
+
+    @property
+    def detectors(self) -> list[str]:
+        """The detectors that were fitted and can be asked for."""
+        return list(self._names)
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether images were set aside, so that a score can be turned into a verdict."""
+        return any(name.startswith("calibration.") for name in self._tensors)
+
+    def threshold(self, detector: str | None = None, *, client: int | None = None, tpr: float = 0.95) -> float | None:
+        """tau: the share `tpr` of the images set aside have at most this score, of one client's model or of everyone's.
+
+        A client that set none aside has the threshold of all; None where nobody did.
+        """
+        name = self._named(detector, client)
+        scores = self._calibration("generic" if client is None else "calibration", name)
+        if not scores:
+            return None
+        own = [scores[client]] if client in scores else list(scores.values())
+        return threshold_at_tpr(torch.cat(own), tpr)
+
+    @torch.no_grad()
+    def predict(
+        self,
+        images: Any,
+        *,
+        client: int | None = None,
+        detector: str | None = None,
+        tpr: float = 0.95,
+    ) -> Predictions:
+        """Label, probability, score and verdict of images: uint8 N×H×W×C or N×H×W, or files.
+
+        Images of another size are resized as in training. With `client` the client's private part answers.
+        """
+        if client not in self._of:
+            raise InputError(f"client is {client!r}; this run has the clients 0 to {self.clients - 1}")
+        name = self._named(detector, client)
+        own = self._of[client]
+        self._personal.copy_(own.personal)
+        readout = self.method.readout(self._nets) if client is not None else self.method.generic_readout(self._nets)
+        scorer = own.detectors[name].prepared(readout)
+        predict = self.method.predictor(self._nets, self._context(own, client))
+        size = self.method.test_batch or self.config.eval_batch
+        parts = []
+        for chunk in torch.split(as_images(images, self.shape), size):
+            x = chunk.to(self.device).permute(0, 3, 1, 2).float() / 255
+            output = predict((x - self._mean) / self._std)
+            if client is None and not self.method.adapts:
+                output = Output(output.z, self.method.generic_logits(self._nets, output.z))
+            parts.append((output.logits.double().softmax(1).max(1), scorer(output, readout).double()))
+        probability = torch.cat([best.values for best, _ in parts]).cpu()
+        classes = torch.cat([best.indices for best, _ in parts]).cpu()
+        score = torch.cat([scores for _, scores in parts]).cpu()
+        tau = self.threshold(name, client=client, tpr=tpr)
+        return Predictions(
+            labels=tuple(self.classes[c] for c in classes.tolist()),
+            classes=classes,
+            probability=probability,
+            score=score,
+            out=None if tau is None else score > tau,
+            threshold=tau,
+            detector=name,
+        )
+
+    def is_out(self, images: Any, **choices: Any) -> Bool[Tensor, " n"]:
+        """IsOUT(x) of Eq. 9, one verdict an image; takes what `predict` takes."""
+        found = self.predict(images, **choices).out
+        if found is None:
+            raise InputError(
+                f"{self.folder} has no threshold: it set no images aside; train with --set calibration=0.05"
+            )
+        return found
+
+    def _named(self, detector: str | None, client: int | None) -> str:
+        usable = [name for name in self._names if name in self._of[client].detectors]
+        if detector is None:
+            return next((name for name in PREFERRED if name in usable), usable[0])
+        if detector not in usable:
+            why = " without a client" if detector in self._names else ""
+            raise InputError(f"detector {detector!r} is not possible{why}: this run has {', '.join(usable)}")
+        return detector
+
+    def _calibration(self, kind: str, detector: str) -> dict[int, Tensor]:
+        found = self._below(f"{kind}.{self._names.index(detector)}.")
+        return {int(client): scores for client, scores in found.items()}
+
+    def _below(self, prefix: str) -> dict[str, Tensor]:
+        return {k.removeprefix(prefix): value for k, value in self._tensors.items() if k.startswith(prefix)}
+
+    def _fitted(self, detector: Detector, prefix: str) -> Detector:
+        for number in range(detector.passes):
+            detector = detector.fit(self._below(f"{prefix}{number}."))
+        return detector
+
+    def _context(self, own: _Client, client: int | None) -> Context:
+        return Context(
+            round=self.round,
+            rounds=self.config.rounds,
+            groups=(),
+            class_counts=own.class_counts,
+            received=self._nets,
+            server=self._extra,
+            memory=own.memory,
+            rng=Streams(self.config.seed, self.round, -1 if client is None else client, "predict", device=self.device),
+            mean=self._mean,
+            std=self._std,
+        )
+
+
+def as_images(images: Any, shape: tuple[int, int, int]) -> Tensor:
+    """uint8 N×H×W×C in the shape that a model takes, from arrays, tensors, or files."""
+    if isinstance(images, str | Path):
+        images = [images]
+    if isinstance(images, Sequence):
+        if not images:
+            raise InputError("no images were given: at least one is needed")
+        return torch.cat([_one(item, shape) for item in images])
+    stack = torch.as_tensor(np.asarray(images.cpu() if isinstance(images, Tensor) else images))
+    if stack.dtype != torch.uint8 or stack.ndim not in (3, 4):
+        raise InputError(
+            f"images are {tuple(stack.shape)} of {stack.dtype}: uint8 of shape N×H×W×C or N×H×W, or files, are allowed"
+        )
+    return fit_to(ImageStore(stack, torch.zeros(len(stack), dtype=torch.int64)), shape).images
+
+
+def _one(item: Any, shape: tuple[int, int, int]) -> Tensor:
+    if not isinstance(item, str | Path):
+        pixels = np.asarray(item.cpu() if isinstance(item, Tensor) else item)
+        return as_images(pixels[None], shape)
+    from .data.decode import BadImage, decode
+
+    _, height, width = shape
+    try:
+        pixels = decode(str(item), height if height == width else None)
+    except BadImage as error:
+        raise InputError(f"{item} cannot be used: {error}") from None
+    return as_images(pixels[None], shape)
+
+
+def model_tensors(found: Evaluation, detectors: Sequence[str]) -> dict[str, Tensor]:
+    """All that a model for use is made of, as named tensors."""
+    server = found.state.server
+    tensors = {"shared": server.shared, "frozen": server.frozen}
+    tensors |= {f"extra.{name}": value for name, value in server.extra.items()}
+    tensors |= {f"integers.{name}": value for name, value in server.integers.items()}
+    for client in found.state.clients:
+        tensors[f"client.{client.id}.personal"] = client.personal
+        tensors[f"client.{client.id}.class_counts"] = client.class_counts
+        tensors |= {f"client.{client.id}.memory.{name}": value for name, value in client.memory.items()}
+    for position, name in enumerate(detectors):
+        tensors |= dict(_sums(f"detector.{position}", found.fitted.sums.get(name, ())))
+        for client_id, own in found.fitted.own_sums.items():
+            tensors |= dict(_sums(f"client.{client_id}.detector.{position}", own.get(name, ())))
+        for kind, scores_of in (("calibration", found.calibration), ("generic", found.generic_calibration)):
+            for client_id, scores in scores_of.get(name, {}).items():
+                tensors[f"{kind}.{position}.{client_id}"] = scores
+    return {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+
+
+def _sums(prefix: str, passes: Sequence[Mapping[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    for number, sums in enumerate(passes):
+        for key, value in sums.items():
+            yield f"{prefix}.{number}.{key}", value
+
+
+def load(folder: str | Path, *, device: str = "cpu") -> Model:
+    """The model of a finished run: `foogd.load("runs/a").predict(images)`."""
+    from safetensors.torch import load as read_tensors
+
+    from .settings import read_run_config
+
+    place = Path(folder)
+    config, method = read_run_config(place / "config.toml") if (place / "config.toml").is_file() else (None, None)
+    if config is None or method is None:
+        raise InputError(f"{folder} is not a run folder: it has no config.toml")
+    path = place / MODEL / ABOUT
+    if not path.is_file():
+        raise InputError(f"{folder} has no model yet: finish the run with foogd run --resume")
+    try:
+        about = json.loads(path.read_text())
+        data = (place / MODEL / about["file"]).read_bytes()
+        whole = hashlib.sha256(data).hexdigest() == about["sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path.parent} cannot be read: {error}") from None
+    if not whole:
+        raise InputError(f"{path.parent / about['file']} is damaged: its checksum differs from the one in {ABOUT}")
+    config = replace(config, device=device)
+    return Model(place, config, method, about, read_tensors(data), resolve_device(device))

@@ -1,0 +1,194 @@
+"""FedT3A: prototypes of a test stream in place of the linear head."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from foogd import FedAvg, simulate
+from foogd.data.synthetic import tiny_federation
+from foogd.detect import DETECTORS
+from foogd.engine.eager import EagerEngine
+from foogd.engine.rng import Streams, generator, with_seed
+from foogd.evaluate import evaluate
+from foogd.methods import make_method
+from foogd.methods.fedt3a import FedT3A, Supports, prototypes, surest, warm_up
+from foogd.types import Context
+
+
+def final(method, federation, config):
+    engine = EagerEngine(method, federation, config)
+    *_, result = simulate(method, federation, config, engine)
+    return engine, result.state
+
+
+def numbers(engine, state):
+    rows = evaluate(engine, state, {name: DETECTORS[name] for name in ("msp", "energy")})
+    return [(r.scope, r.client, r.dataset, r.corruption, r.detector, r.metric, r.value) for r in rows]
+
+
+def unit(v):
+    return v / v.norm(dim=-1, keepdim=True).clamp_min(1e-12)  # a feature may be 0
+
+
+@pytest.fixture
+def nets():
+    """Eight non-negative features of tiny images, which the head spreads over all classes."""
+    backbone = nn.Sequential(nn.Flatten(), with_seed(generator(0, "body"), lambda: nn.Linear(12, 8)), nn.ReLU())
+    head = with_seed(generator(0, "head"), lambda: nn.Linear(8, 5))
+    return nn.ModuleDict({"backbone": backbone, "head": head}).requires_grad_(False)
+
+
+@pytest.fixture
+def images():
+    return 3 * torch.randn(40, 3, 2, 2, generator=torch.Generator().manual_seed(1))
+
+
+def stream(method, nets, batches):
+    ctx = Context(1, 1, (), torch.ones(5), nets, {}, {}, Streams(0))
+    with torch.no_grad():
+        predict = method.predictor(nets, ctx)
+        return [predict(x) for x in batches]
+
+
+def by_the_book(nets, batches, keep):
+    """The rule, one sample and one class at a time."""
+    head = nets["head"]
+    book = [(w, c, float(entropy_of(head(w)))) for c, w in enumerate(head.weight)]
+    outputs = []
+    for x in batches:
+        z = nets["backbone"](x)
+        book += [(u, int(head(u).argmax()), float(entropy_of(head(u)))) for u in z]
+        rows = []
+        for c in range(head.out_features):
+            own = sorted((item for item in book if item[1] == c), key=lambda item: item[2])[:keep]
+            rows.append(unit(sum(unit(u) for u, _, _ in own)))
+        outputs.append(z @ torch.stack(rows).T)
+    return outputs
+
+
+def entropy_of(logits):
+    return torch.distributions.Categorical(logits=logits).entropy()
+
+
+def test_it_trains_as_fedavg_and_without_adaptation_evaluates_as_fedavg(federation, config):
+    config = replace(config, rounds=1)
+    plain, fixed = final(FedAvg(), federation, config), final(FedT3A(adapt=False), federation, config)
+    assert torch.equal(plain[1].server.shared, fixed[1].server.shared)
+    assert numbers(*plain) == numbers(*fixed)
+    adapted = final(FedT3A(), federation, config)
+    assert torch.equal(plain[1].server.shared, adapted[1].server.shared)
+    assert numbers(*plain) != numbers(*adapted)
+    both = final(make_method("fedt3a+aug"), federation, config)[1].server.shared
+    assert torch.equal(both, final(FedAvg(views=2), federation, config)[1].server.shared)
+
+
+def test_without_adaptation_the_predictor_is_the_head(nets, images):
+    (output,) = stream(FedT3A(adapt=False), nets, [images])
+    z = nets["backbone"](images)
+    assert torch.equal(output.z, z)
+    assert torch.equal(output.logits, nets["head"](z))
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3, 100])
+@pytest.mark.parametrize("size", [1, 7, 40])
+def test_a_stream_follows_the_rule(keep, size, nets, images):
+    assert len(nets["head"](nets["backbone"](images)).argmax(1).unique()) == 4  # one class has its row alone
+    batches = images.split(size)
+    for output, wanted, x in zip(
+        stream(FedT3A(filter=keep), nets, batches), by_the_book(nets, batches, keep), batches, strict=True
+    ):
+        assert torch.equal(output.z, nets["backbone"](x))
+        assert torch.allclose(output.logits, wanted, atol=1e-5)
+
+
+def test_a_batch_sees_itself_and_the_order_of_batches_matters(nets, images):
+    whole = stream(FedT3A(filter=2), nets, [images])[0].logits
+    parts = torch.cat([output.logits for output in stream(FedT3A(filter=2), nets, images.split(10))])
+    turned = torch.cat([output.logits for output in stream(FedT3A(filter=2), nets, images.flip(0).split(10))]).flip(0)
+    assert not torch.allclose(whole, parts, atol=1e-4)
+    assert not torch.allclose(turned, parts, atol=1e-4)
+
+
+def test_the_warm_up_alone_is_the_unit_rows_and_not_the_head(nets):
+    head = nets["head"]
+    z = torch.rand(50, head.in_features, generator=torch.Generator().manual_seed(0))
+    start = warm_up(head)
+    assert torch.equal(start.label, torch.arange(5))
+    assert torch.allclose(start.entropy, entropy_of(head(head.weight)), atol=1e-6)
+    logits = z @ prototypes(start, classes=5).T
+    assert torch.allclose(logits, z @ unit(head.weight).T, atol=1e-6)
+    assert not torch.equal(logits.argmax(1), head(z).argmax(1))
+    equal = nn.Linear(head.in_features, 5)
+    with torch.no_grad():
+        equal.weight.copy_(3 * unit(head.weight))
+        equal.bias.zero_()
+        logits = z @ prototypes(warm_up(equal), classes=5).T
+        assert torch.equal(logits.argmax(1), equal(z).argmax(1))
+
+
+def test_a_row_that_the_head_gives_to_another_class_still_stands_for_its_own():
+    head = nn.Linear(2, 3).requires_grad_(False)
+    head.weight.copy_(torch.tensor([[1.0, 0.0], [4.0, 1.0], [0.0, 1.0]]))
+    head.bias.zero_()
+    assert int(head(head.weight)[0].argmax()) == 1
+    found = prototypes(surest(warm_up(head), limit=1, classes=3), classes=3)
+    assert torch.allclose(found, unit(head.weight))
+
+
+def test_for_fixed_supports_the_class_does_not_depend_on_the_length_of_a_feature(rng):
+    supports = Supports(torch.randn(30, 8, generator=rng), torch.arange(30) % 4, torch.rand(30, generator=rng))
+    c = prototypes(supports, classes=4)
+    assert torch.allclose(c.norm(dim=1), torch.ones(4))
+    z = torch.randn(20, 8, generator=rng)
+    assert torch.equal((z @ c.T).argmax(1), (17.0 * z @ c.T).argmax(1))
+
+
+@pytest.mark.parametrize("limit", [1, 3, 50])
+def test_a_class_keeps_its_surest_supports_and_of_equals_the_earlier(limit, rng):
+    label = torch.randint(3, (60,), generator=rng)  # of 4 classes one is empty
+    level = torch.randint(5, (60,), generator=rng).float()  # many ties
+    place = torch.arange(60.0)[:, None]
+    kept = surest(Supports(place, label, level), limit=limit, classes=4)
+    wanted = []
+    for c in range(4):
+        wanted += sorted((i for i in range(60) if label[i] == c), key=lambda i: (float(level[i]), i))[:limit]
+    assert kept.u[:, 0].tolist() == sorted(wanted)
+    assert torch.equal(kept.label, label[kept.u[:, 0].long()])
+    assert torch.equal(kept.entropy, level[kept.u[:, 0].long()])
+    assert int(torch.bincount(kept.label).max()) <= limit
+
+
+def test_with_one_support_the_prototype_is_the_unit_vector_of_the_surest(rng):
+    supports = Supports(torch.randn(9, 4, generator=rng), torch.arange(9) % 3, torch.rand(9, generator=rng))
+    found = prototypes(surest(supports, limit=1, classes=3), classes=3)
+    for c in range(3):
+        own = [i for i in range(9) if i % 3 == c]
+        best = min(own, key=lambda i: float(supports.entropy[i]))
+        assert torch.allclose(found[c], unit(supports.u[best]))
+
+
+def test_every_stream_starts_afresh_and_leaves_the_nets_alone(nets, images):
+    before = {name: value.clone() for name, value in nets.state_dict().items()}
+    one, two = (stream(FedT3A(), nets, images.split(16)) for _ in range(2))
+    for first, second in zip(one, two, strict=True):
+        assert torch.equal(first.logits, second.logits)
+    assert all(torch.equal(value, before[name]) for name, value in nets.state_dict().items())
+
+
+def test_out_images_do_not_touch_the_stream_of_in_images(config):
+    config = replace(config, rounds=1)
+
+    def accuracies(federation):
+        engine, state = final(FedT3A(), federation, config)
+        return [r.value for r in evaluate(engine, state, {}) if r.metric == "accuracy"]
+
+    assert accuracies(tiny_federation()) == accuracies(tiny_federation(outs=False))
+
+
+def test_the_evaluation_gives_it_batches_of_its_own_size(federation, config):
+    config = replace(config, rounds=1)
+    small, large = (final(FedT3A(test_batch=size, filter=1), federation, config) for size in (3, 128))
+    assert torch.equal(small[1].server.shared, large[1].server.shared)
+    assert numbers(*small) != numbers(*large)

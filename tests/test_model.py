@@ -1,0 +1,243 @@
+"""A trained run answers for new images as it did in its evaluation, and turns scores into verdicts."""
+
+import csv
+import io
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import foogd
+from foogd import InputError
+from foogd.cli import main
+from foogd.metrics import threshold_at_tpr
+from foogd.runs import Run, make_federation, read_rows
+from foogd.settings import read_run_config
+
+SETTINGS = (
+    "rounds=1", "clients=3", "corruptions=[]", "calibration=0.1", "participation=1.0", "severities=[1]", "min_size=20"
+)  # fmt: skip
+
+
+def start(folder, method, *more):
+    words = ["foogd", "run", "demo", "--method", method, "--out", str(folder)]
+    for item in (*SETTINGS, *more):
+        words += ["--set", item]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", words)
+        main()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    place = tmp_path_factory.mktemp("model")
+    return start(place / "run", "fedrod+foogd", "detectors=msp,energy,score_norm,knn,mahalanobis,vim", "lambda_m=0.0")
+
+
+@pytest.fixture
+def foogd_command(monkeypatch, capsys):
+    def command(*words):
+        monkeypatch.setattr("sys.argv", ["foogd", *map(str, words)])
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code
+        found = capsys.readouterr()
+        return code, found.out, found.err
+
+    return command
+
+
+def federation_of(folder):
+    return make_federation(read_run_config(folder / "config.toml")[0])
+
+
+@pytest.mark.parametrize("detector", ["msp", "energy", "score_norm", "knn", "mahalanobis", "vim"])
+def test_a_client_of_the_loaded_model_answers_as_in_the_evaluation(trained, detector):
+    model, federation, rows = foogd.load(trained), federation_of(trained), read_rows(trained)
+    inside = federation.tests[0]
+    out = next(test for test in federation.tests if test.split == "out")
+    for client in range(3):
+        own = model.predict(inside.store.images[inside.indices[client]], client=client, detector=detector)
+        wanted = {(r.metric, r.detector): r.value for r in rows if r.client == client and r.dataset == inside.name}
+        right = (own.classes == inside.store.labels[inside.indices[client]]).double().mean()
+        assert float(right) == pytest.approx(wanted["accuracy", None])
+        assert float(own.out.double().mean()) == pytest.approx(wanted["rejected_calibrated", detector], abs=1e-9)
+        other = model.predict(out.store.images, client=client, detector=detector)
+        area = foogd.metrics.auroc(own.score, other.score)
+        found = next(
+            r.value for r in rows
+            if (r.client, r.detector, r.metric, r.dataset) == (client, detector, "auroc", out.name)
+        )  # fmt: skip
+        assert area == pytest.approx(found, abs=1e-6)
+
+
+def test_nobody_in_particular_gets_the_generic_model(trained):
+    model, federation = foogd.load(trained), federation_of(trained)
+    inside = federation.tests[0]
+    found = model.predict(inside.store.images, detector="energy")
+    rows = read_rows(trained)
+    [generic] = [r.value for r in rows if r.metric == "accuracy_generic" and r.split == "in"]
+    order = torch.cat([inside.indices[client] for client in range(3)])
+    right = (found.classes == inside.store.labels)[order].double().mean()
+    assert float(right) == pytest.approx(generic)
+    assert not torch.equal(found.score, model.predict(inside.store.images, detector="energy", client=0).score)
+
+
+def test_a_threshold_accepts_the_share_that_was_asked_for(trained):
+    model, federation = foogd.load(trained), federation_of(trained)
+    aside = torch.cat(federation.calibration_indices)
+    for tpr in (0.5, 0.8, 0.95, 1.0):
+        found = model.predict(federation.train.images[aside], tpr=tpr)
+        assert found.threshold == pytest.approx(threshold_at_tpr(found.score, tpr), rel=1e-5)
+        assert float((~found.out).double().mean()) == pytest.approx(tpr, abs=1 / len(aside))
+    for client, own in enumerate(federation.calibration_indices):
+        found = model.predict(federation.train.images[own], client=client, detector="msp", tpr=0.8)
+        assert abs(float((~found.out).double().mean()) - 0.8) <= 1 / len(own)
+    assert model.threshold(tpr=0.99) > model.threshold(tpr=0.5)
+
+
+def test_images_that_were_set_aside_train_nothing(trained):
+    federation = federation_of(trained)
+    saved = json.loads((trained / "partition.json").read_text())
+    for client, (own, aside) in enumerate(zip(federation.train_indices, federation.calibration_indices, strict=True)):
+        assert not set(own.tolist()) & set(aside.tolist())
+        assert len(aside) == round(0.1 * (len(own) + len(aside)))
+        assert saved["calibration_indices"][client] == aside.tolist()
+        assert saved["indices"][client] == own.tolist()
+    assert f"{sum(map(len, federation.calibration_indices))} training images were set aside" in (
+        trained / "summary.md"
+    ).read_text()
+
+
+def test_one_call_is_the_verdict_of_equation_9(trained):
+    model, federation = foogd.load(trained), federation_of(trained)
+    images = federation.tests[-1].store.images[:40]
+    found = model.predict(images)
+    assert torch.equal(model.is_out(images), found.score > found.threshold)
+    assert found.detector == "score_norm"
+    assert [row["verdict"] for row in found.rows()] == ["OUT" if out else "IN" for out in found.out]
+
+
+def test_images_come_as_arrays_tensors_and_files_of_any_size(trained, tmp_path):
+    model, federation = foogd.load(trained), federation_of(trained)
+    stack = federation.tests[0].store.images[:3]
+    wanted = model.predict(stack)
+    assert torch.equal(model.predict(stack.numpy()[..., 0]).score, wanted.score)
+    assert torch.equal(model.predict(list(stack)).score, wanted.score)
+    files = []
+    for number, image in enumerate(stack):
+        files.append(tmp_path / f"{number}.png")
+        Image.fromarray(image[..., 0].numpy()).save(files[-1])
+    assert torch.equal(model.predict(files).score, wanted.score)
+    colour = np.repeat(np.repeat(stack.numpy(), 3, axis=3), 2, axis=1)
+    assert len(model.predict(colour)) == 3
+    Image.fromarray(stack[0, :, :, 0].numpy()).resize((90, 61)).save(tmp_path / "large.jpg")
+    assert len(model.predict(tmp_path / "large.jpg")) == 1
+
+
+def test_wrong_questions_are_answered_in_one_sentence(trained, tmp_path):
+    model = foogd.load(trained)
+    image = np.zeros((1, 28, 28), dtype=np.uint8)
+    with pytest.raises(InputError, match="clients 0 to 2"):
+        model.predict(image, client=3)
+    with pytest.raises(InputError, match=r"react.*not possible.*msp, energy"):
+        model.predict(image, detector="react")
+    with pytest.raises(InputError, match="knn.*without a client"):
+        model.predict(image, detector="knn")
+    with pytest.raises(InputError, match="float32"):
+        model.predict(image.astype(np.float32))
+    with pytest.raises(InputError, match="no images"):
+        model.predict([])
+    (tmp_path / "broken.png").write_bytes(b"nothing")
+    with pytest.raises(InputError, match=r"broken.png cannot be used"):
+        model.predict(tmp_path / "broken.png")
+    with pytest.raises(InputError, match="not a run folder"):
+        foogd.load(tmp_path)
+
+
+def test_a_damaged_or_missing_model_is_named(trained, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(trained, copy)
+    data = bytearray((copy / "model" / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (copy / "model" / "model.safetensors").write_bytes(data)
+    with pytest.raises(InputError, match="checksum"):
+        foogd.load(copy)
+    shutil.rmtree(copy / "model")
+    with pytest.raises(InputError, match="no model yet"):
+        foogd.load(copy)
+
+
+def test_without_images_set_aside_there_is_a_score_but_no_verdict(tmp_path, foogd_command):
+    folder = start(tmp_path / "plain", "fedavg", "calibration=0.0", "detectors=msp,energy")
+    model = foogd.load(folder)
+    image = np.zeros((1, 28, 28), dtype=np.uint8)
+    assert not model.is_calibrated
+    assert model.predict(image).out is None
+    assert model.predict(image).detector == "energy"
+    with pytest.raises(InputError, match="calibration=0.05"):
+        model.is_out(image)
+    Image.fromarray(image[0]).save(tmp_path / "black.png")
+    code, out, err = foogd_command("predict", folder, tmp_path / "black.png")
+    assert code == 0
+    assert "black.png" in out.replace("\n", "")
+    assert "no verdict" in err
+
+
+def test_the_command_prints_a_table_json_and_csv(trained, tmp_path, foogd_command):
+    stack = federation_of(trained).tests[0].store.images[:2, :, :, 0].numpy()
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for number, image in enumerate(stack):
+        Image.fromarray(image).save(folder / f"{number}.png")
+    wanted = foogd.load(trained).predict(sorted(folder.iterdir()), client=1)
+    code, out, _ = foogd_command("predict", trained, folder, "--client", 1, "--format", "json")
+    found = json.loads(out)
+    assert (code, found["detector"], found["tpr"]) == (0, "score_norm", 0.95)
+    assert [row["score"] for row in found["images"]] == wanted.score.tolist()
+    assert [row["file"] for row in found["images"]] == [str(folder / "0.png"), str(folder / "1.png")]
+    _, out, _ = foogd_command("predict", trained, folder, "--client", 1, "--format", "csv")
+    assert [row["label"] for row in csv.DictReader(io.StringIO(out))] == list(wanted.labels)
+    _, out, _ = foogd_command("predict", trained, folder / "0.png")
+    assert "verdict" in out
+    assert wanted.labels[0] in foogd.load(trained).classes
+    for words, sentence in (
+        (("--tpr", "1.5"), "--tpr '1.5' is not allowed"),
+        (("--format", "xml"), "table, json or csv"),
+        (("--client", "x"), "--client 'x' is not allowed"),
+        (("--detector", "nothing"), "detector 'nothing' is not possible"),
+    ):
+        code, _, err = foogd_command("predict", trained, folder / "0.png", *words)
+        assert code == 2
+        assert sentence in err
+    code, _, err = foogd_command("predict", trained, tmp_path / "gone.png")
+    assert code == 2
+    assert "gone.png does not exist" in err
+
+
+@pytest.mark.parametrize("method", ["fedt3a", "fedthe", "fedicon", "foster", "fedbn"])
+def test_methods_with_private_or_test_time_parts_can_be_loaded(method, tmp_path):
+    folder = start(tmp_path / "run", method, "detectors=msp,energy")
+    model, federation = foogd.load(folder), federation_of(folder)
+    inside, rows = federation.tests[0], read_rows(folder)
+    for client in range(3):
+        own = inside.indices[client]
+        found = model.predict(inside.store.images[own], client=client)
+        [wanted] = [r.value for r in rows if (r.client, r.metric, r.split) == (client, "accuracy", "in")]
+        assert float((found.classes == inside.store.labels[own]).double().mean()) == pytest.approx(wanted, abs=0.02)
+    assert len(model.predict(inside.store.images[:8])) == 8
+
+
+def test_a_resumed_run_has_the_model_too(tmp_path):
+    folder = start(tmp_path / "run", "fedavg", "detectors=msp")
+    wanted = (folder / "model" / "model.safetensors").read_bytes()
+    shutil.rmtree(folder / "model")
+    (folder / "summary.md").unlink()
+    list(Run.open(folder, read_run_config).train())
+    assert (folder / "model" / "model.safetensors").read_bytes() == wanted

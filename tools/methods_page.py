@@ -1,0 +1,99 @@
+"""Write docs/methods.md from the code: what each method adds, what travels, what stays, what it costs, its source.
+
+python tools/methods_page.py          writes the page
+python tools/methods_page.py --check  fails where the page is not what the code says
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+from foogd import Config, simulate
+from foogd.cli import summary_of, sums_of
+from foogd.data.synthetic import tiny_federation
+from foogd.detect import DETECTORS
+from foogd.methods import FOOGD, METHODS, make_method, method_names
+from foogd.report import Table
+
+PAGE = Path(__file__).parent.parent / "docs" / "methods.md"
+HEAD = """# Methods and detectors
+
+This page is made from the code by `python tools/methods_page.py`; a test compares the two.
+
+A method decides how clients train, a detector decides what is OUT. They are two axes: every method works with every
+detector, but `score_norm` needs a score network, which `+foogd` adds. Any method takes `+foogd`, and one with the
+setting `views` takes `+aug`.
+
+## Methods
+
+Bytes are measured, not estimated: one participant in its second round, for WideResNet-40-2 on 32x32 colour images of
+ten classes, as a multiple of FedAvg's model (parameters, running statistics and counters of batch normalisation). What
+travels only once, in the first round, stands in the column `once`.
+"""
+BETWEEN = """
+`foogd methods` prints this table on the screen, with the settings. Someone whom the federation does not know has no
+private part: a generic model answers, with the shared head or the mean of the private values.
+
+## Settings
+
+`--set key=value`; the defaults are the paper's where it prints them.
+"""
+DETECTORS_HEAD = """
+## Detectors
+
+Larger always means more OUT. Those that must be fitted are fitted once after training, on sums over the clients'
+training features; raw features never move.
+"""
+COLUMNS = (
+    "method", "what it adds", "what travels", "down", "up", "once", "stays on the client", "extra passes", "source"
+)  # fmt: skip
+
+
+def traffic(name: str) -> tuple[float, float, float]:
+    """Bytes down and up of one participant in the second round, and what came down once more in the first."""
+    federation = tiny_federation(clients=2, classes=10, size=32, per_client=20)
+    config = Config(method=name, backbone="wrn40-2", rounds=40, local_epochs=0, batch_size=20, device="cpu")
+    results = simulate(make_method(name), federation, config)
+    first, second = next(results), next(results)
+    people = len(second.participants)
+    return second.bytes_down / people, second.bytes_up / people, (first.bytes_down - second.bytes_down) / people
+
+
+def times(value: float, unit: float) -> str:
+    return f"{value / unit:.4g}" if value > 0 else "–"
+
+
+def page() -> str:
+    unit = traffic("fedavg")[0]
+    rows = []
+    for name in method_names():
+        built = make_method(name)
+        down, up, once = traffic(name)
+        bytes_ = (times(down, unit), times(up, unit), times(once, unit))
+        adds = (f"`{name}`", summary_of(name, built).rstrip("."))
+        rows.append((*adds, built.travels, *bytes_, built.keeps, built.passes, built.paper))
+    text = [HEAD, Table("", COLUMNS, tuple(rows)).markdown(), BETWEEN]
+    for title, cls in (*METHODS.items(), ("+foogd", FOOGD)):
+        built = cls()
+        known = [item for item in fields(built) if "help" in item.metadata]
+        lines = [(item.name, f"`{getattr(built, item.name)}`", item.metadata["help"]) for item in known]
+        if lines:
+            text += [f"### {title}", "", Table("", ("setting", "default", "meaning"), tuple(lines)).markdown(), ""]
+    found = tuple((f"`{n}`", d.description, sums_of(d), d.paper) for n, d in DETECTORS.items())
+    text += [DETECTORS_HEAD, Table("", ("detector", "score", "what travels, once", "source"), found).markdown(), ""]
+    return "\n".join(text)
+
+
+def main() -> None:
+    wanted = page()
+    if "--check" in sys.argv[1:]:
+        if not PAGE.is_file() or PAGE.read_text() != wanted:
+            sys.exit(f"{PAGE.name} is not what the code says: run python tools/methods_page.py")
+    else:
+        PAGE.write_text(wanted)
+
+
+if __name__ == "__main__":
+    main()
