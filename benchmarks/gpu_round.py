@@ -28,12 +28,14 @@ from foogd.engine.graph import GraphEngine
 from foogd.engine.rng import Streams, generator
 from foogd.methods import make_method
 from foogd.methods.base import Method
+from foogd.nets import fused
 from foogd.nets.dropout import bind_dropout
 from foogd.runs import source_commit
 from foogd.simulate import initial_state, run_round
 from foogd.types import Batch, Phase
 
 BATCH, EPOCHS, WORKERS = 128, 5, 12
+KERNELS = fused._kernels
 
 
 def federation_of(alpha: float, clients: int, images: int) -> Federation:
@@ -155,6 +157,7 @@ def main() -> None:
     words.add_argument("--alphas", default="5.0,0.1")
     words.add_argument("--slots", default="4")
     words.add_argument("--precision", default="bf16")
+    words.add_argument("--layers", default="fused", help="fused, plain or both, of the graph engine: BN, ReLU, dropout")
     words.add_argument("--clients", type=int, default=10)
     words.add_argument("--images", type=int, default=50_000)
     words.add_argument("--steps", type=int, default=60, help="steps of the plain loop that are timed")
@@ -170,7 +173,9 @@ def main() -> None:
         for alpha in map(float, args.alphas.split(",")):
             federation = federation_of(alpha, args.clients, args.images)
             for program in args.programs.split(","):
-                for slots in args.slots.split(",") if program == "graph" else [""]:
+                choices = [(slots, layers) for layers in args.layers.split(",") for slots in args.slots.split(",")]
+                for slots, layers in choices if program == "graph" else [("", "fused")]:
+                    fused._kernels = KERNELS if layers == "fused" else lambda device: None  # type: ignore[assignment]
                     torch.cuda.empty_cache()
                     torch.cuda.reset_peak_memory_stats()
                     if program == "plain":
@@ -181,7 +186,7 @@ def main() -> None:
                         seconds, how = time_graph(name, federation, int(slots), args.precision)
                     rate = round_steps(federation) * BATCH * method_of(name).views / seconds
                     memory = torch.cuda.max_memory_allocated() / 2**30
-                    label = f"{program}, {slots} slots, {args.precision}" if slots else program
+                    label = f"{program}, {slots} slots, {args.precision}, {layers} layers" if slots else program
                     line = (name, str(alpha), label, f"{seconds:.1f}", f"{rate:,.0f}", f"{memory:.1f}", how)
                     print(f"| {' | '.join(line)} |", flush=True)
 

@@ -85,6 +85,7 @@ def test_it_trains_as_fedavg_and_without_adaptation_evaluates_as_fedavg(federati
 
 
 def test_without_adaptation_the_predictor_is_the_head(nets, images):
+    assert (FedT3A().adapts, FedT3A(adapt=False).adapts) == (True, False)
     (output,) = stream(FedT3A(adapt=False), nets, [images])
     z = nets["backbone"](images)
     assert torch.equal(output.z, z)

@@ -17,7 +17,7 @@ from foogd.engine.rng import Streams, generator
 from foogd.evaluate import evaluate
 from foogd.methods.fedthe import FedTHE, head_weights, history, marginal_entropy
 from foogd.simulate import initial_state, run_round
-from foogd.types import Context
+from foogd.types import Context, Optimiser
 
 
 def final(method, federation, config):
@@ -101,7 +101,10 @@ def test_the_private_head_and_the_mean_feature_are_those_of_the_received_body(fe
 
 def test_the_private_head_takes_plain_sgd_steps_on_its_own_logits(federation, config):
     """One full batch: the first step from 0 is -lr · the gradient of cross-entropy at equal probabilities."""
-    config = replace(config, rounds=1, batch_size=60, momentum=0.9, weight_decay=0.1)
+    default = Optimiser(lr=0.3, momentum=0.9, weight_decay=0.1)
+    assert FedTHE().optimiser("personal", default) == Optimiser(lr=0.01)
+    assert FedTHE().optimiser("model", default) == default
+    config = replace(config, rounds=1, batch_size=60)
     engine, state = final(FedTHE(personal_lr=0.5), federation, config)
     start = engine.nets().eval()
     mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (federation.mean, federation.std))
@@ -358,6 +361,7 @@ def test_fedthe_plus_predicts_a_stream_and_leaves_the_nets_bit_identical(nets, i
     assert torch.allclose(output.logits, answers(FedTHE(), nets, ctx, [images[:6]]), atol=1e-3)
     moved = answers(replace(method, memo_lr=0.05), nets, ctx, [images[:6]])
     assert not torch.allclose(moved, output.logits, atol=1e-2)
+    assert not any(parameter.requires_grad for parameter in nets.parameters())
     assert all(torch.equal(value, before[name]) for name, value in nets.state_dict().items())
 
 

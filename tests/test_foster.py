@@ -69,12 +69,13 @@ def same_model(one, two):
     return all(rows + heads + counters)
 
 
-def made(method, federation, config, client=0, round=1, batch_size=24):
+def made(method, federation, config, client=0, batch_size=24, steps=7.0):
     nets = build_nets(method, federation, config).train()
     own = federation.train_indices[client]
     maker = BatchMaker.of(method, federation, config, torch.device("cpu"))
     batch = method.embed(nets, maker.training(own[:batch_size], own, Streams(0)))
-    ctx = Context(round, 5, ("model",), federation.class_counts(client), nets, {}, {}, Streams(1))
+    server = {"generator_steps": torch.tensor(steps)}
+    ctx = Context(1, 5, ("model",), federation.class_counts(client), nets, server, {}, Streams(1))
     return nets, batch, ctx
 
 
@@ -101,8 +102,10 @@ def test_clients_that_lack_no_class_have_the_plain_loss(federation, config):
 def test_exposure_starts_in_the_second_round(skewed, config):
     for rounds in (1, 2):
         config = replace(config, rounds=rounds)
-        same = same_model(trained(FOSTER(), skewed, config), trained(LocalHeads(), skewed, config))
-        assert same == (rounds == 1)
+        engine, state = trained(FOSTER(), skewed, config)
+        assert same_model((engine, state), trained(LocalHeads(), skewed, config)) == (rounds == 1)
+        steps = sum(math.ceil(len(own) / 16) for own in skewed.train_indices) / 3
+        assert float(state.server.extra["generator_steps"]) == rounds * round(steps)
 
 
 def test_wrapped_without_its_terms_foogd_is_foster(skewed, config):
@@ -173,6 +176,13 @@ def test_every_label_is_lacked_and_all_lacked_are_drawn_alike():
     assert bool(((nothing >= 0) & (nothing < 6)).all())
 
 
+@pytest.mark.parametrize(("u", "wanted"), [(0.0, 1), (1 - 2.0**-24, 4)])
+def test_the_ends_of_the_unit_interval_are_classes_that_are_lacked_too(u, wanted, monkeypatch):
+    monkeypatch.setattr(torch, "rand", lambda *shape, **_: torch.full(shape, u))
+    allowed = torch.tensor([False, True, False, True, True, False])
+    assert uniform_classes(allowed, 3, torch.Generator()).tolist() == 3 * [wanted]
+
+
 def test_no_client_ever_meets_a_class_that_it_has(skewed, config, monkeypatch):
     drawn = []
     real = foster.uniform_classes
@@ -190,9 +200,11 @@ def test_no_client_ever_meets_a_class_that_it_has(skewed, config, monkeypatch):
 
 
 @pytest.mark.parametrize("select", [0, 1])
-def test_where_nothing_is_lacked_there_is_no_nan(select, federation, config):
+@pytest.mark.parametrize("reason", ["nothing is lacked", "the generator is new"])
+def test_without_exposure_there_is_no_nan(reason, select, federation, skewed, config):
     method = FOSTER(select=select, candidates=10)
-    nets, batch, ctx = made(method, federation, config)
+    new = reason == "the generator is new"
+    nets, batch, ctx = made(method, skewed if new else federation, config, steps=0.0 if new else 7.0)
     loss = method.losses(nets, batch, ctx)["model"]
     assert torch.equal(loss, cross_entropy(nets["head"](batch.z), batch.y))
     for gradient in torch.autograd.grad(loss, list(nets["head"].parameters())):
@@ -329,7 +341,7 @@ def test_traffic_is_fedavgs_and_the_generator_down(skewed, config):
     generator = 4 * sum(value.numel() for value in nets["generator"].state_dict().values())
     for one, other in zip(own, plain, strict=True):
         assert one.bytes_up == other.bytes_up + 3 * 4  # a count each
-        assert one.bytes_down == other.bytes_down + 3 * generator
+        assert one.bytes_down == other.bytes_down + 3 * (generator + 4)  # with the number of its steps
 
 
 # Prediction
@@ -361,6 +373,7 @@ def test_predictions_can_be_restricted_to_the_clients_classes(skewed, config):
         nobody = method.predictor(nets, replace(ctx, class_counts=torch.zeros(5)))(x)
     assert torch.allclose(own.logits.softmax(1)[:, :2], free.logits[:, :2].softmax(1))
     assert bool((own.logits.softmax(1)[:, 2:] == 0).all())
+    assert bool(torch.isfinite(own.logits).all())
     assert torch.equal(nobody.logits, free.logits)
     used = {name: DETECTORS[name] for name in ("msp", "energy", "max_logit", "gradnorm", "ash", "vim", "knn")}
     rows = evaluate(engine, state, used)

@@ -7,7 +7,7 @@ python tools/methods_page.py --check  fails where the page is not what the code 
 from __future__ import annotations
 
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from foogd import Config, simulate
@@ -53,8 +53,9 @@ COLUMNS = (
 
 def traffic(name: str) -> tuple[float, float, float]:
     """Bytes down and up of one participant in the second round, and what came down once more in the first."""
-    federation = tiny_federation(clients=2, classes=10, size=32, per_client=20)
-    config = Config(method=name, backbone="wrn40-2", rounds=40, local_epochs=0, batch_size=20, device="cpu")
+    whole = tiny_federation(clients=2, classes=10, size=32, per_client=20, outs=False)
+    federation = replace(whole, train_indices=tuple(own[:2] for own in whole.train_indices))  # one step is enough
+    config = Config(method=name, backbone="wrn40-2", rounds=40, batch_size=2, device="cpu")
     results = simulate(make_method(name), federation, config)
     first, second = next(results), next(results)
     people = len(second.participants)
@@ -62,7 +63,7 @@ def traffic(name: str) -> tuple[float, float, float]:
 
 
 def times(value: float, unit: float) -> str:
-    return f"{value / unit:.4g}" if value > 0 else "–"
+    return f"{value / unit:.5g}" if value > 0 else "–"
 
 
 def page() -> str:
@@ -74,15 +75,17 @@ def page() -> str:
         bytes_ = (times(down, unit), times(up, unit), times(once, unit))
         adds = (f"`{name}`", summary_of(name, built).rstrip("."))
         rows.append((*adds, built.travels, *bytes_, built.keeps, built.passes, built.paper))
-    text = [HEAD, Table("", COLUMNS, tuple(rows)).markdown(), BETWEEN]
+    text = [HEAD, Table("", COLUMNS, tuple(rows)).markdown((0, 1, 2, 6, 7, 8)), BETWEEN]
     for title, cls in (*METHODS.items(), ("+foogd", FOOGD)):
         built = cls()
         known = [item for item in fields(built) if "help" in item.metadata]
         lines = [(item.name, f"`{getattr(built, item.name)}`", item.metadata["help"]) for item in known]
         if lines:
-            text += [f"### {title}", "", Table("", ("setting", "default", "meaning"), tuple(lines)).markdown(), ""]
+            columns = ("setting", "default", "meaning")
+            text += [f"### {title}", "", Table("", columns, tuple(lines)).markdown((0, 1, 2)), ""]
     found = tuple((f"`{n}`", d.description, sums_of(d), d.paper) for n, d in DETECTORS.items())
-    text += [DETECTORS_HEAD, Table("", ("detector", "score", "what travels, once", "source"), found).markdown(), ""]
+    headings = ("detector", "score", "what travels, once", "source")
+    text += [DETECTORS_HEAD, Table("", headings, found).markdown((0, 1, 2, 3)), ""]
     return "\n".join(text)
 
 

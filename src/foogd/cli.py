@@ -33,6 +33,7 @@ from .simulate import RoundResult
 from .study import Progressed, train_all
 
 UsageError: Any = typer.BadParameter.__base__  # typer has no public name for it
+SHOWN = ("msp", "energy", "score_norm")  # detectors on the screen where many methods stand side by side
 DEMO_METHODS = ("fedavg", "fedavg+aug", "fedrod", "fedavg+foogd", "fedrod+foogd")
 
 app = typer.Typer(
@@ -97,7 +98,7 @@ def demo(
         "runs/demo"
     ),
     seeds: Annotated[str, typer.Option(metavar="N", help="Number of seeds, from 0.")] = "1",
-    methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = ",".join(DEMO_METHODS),
+    methods: Annotated[str, typer.Option(help="Methods, separated by commas; or all.")] = ",".join(DEMO_METHODS),
     preset: Annotated[str, typer.Option(help="Name of a preset, or a TOML file.")] = "demo",
     workers: Annotated[str, typer.Option(metavar="N", help="Runs side by side; 0: one a core.")] = "0",
     settings: Set = None,
@@ -105,7 +106,7 @@ def demo(
     """Train the methods on the embedded data and print one table. Example: foogd demo --seeds 3 --out runs/demo"""
     began = time.perf_counter()
     count, side_by_side = whole_number("--seeds", seeds, 1), whole_number("--workers", workers, 0)
-    names = [name.strip() for name in methods.split(",") if name.strip()]
+    names = method_names() if methods == "all" else [name.strip() for name in methods.split(",") if name.strip()]
     if not names:
         raise InputError(f"--methods {methods!r} names no method: use some of {', '.join(method_names())}")
     found = {}
@@ -129,9 +130,11 @@ def demo(
             report_round(this, event, f"about {ahead:.0f} s left for all")
     rows = [row for folder in runs for row in read_rows(folder)]
     report = Report.of(rows).last_round()
-    show(report)
+    show(report.only(SHOWN))
     text = [f"# {preset}: {len(names)} methods, {count} seed(s)", ""]
-    for table in (report.headline(), report.joint(), report.headline("pooled")):
+    short = report.only(SHOWN)
+    matrices = [report.matrix(name, metric) for name in report.out_sets() for metric in ("auroc", "fpr95")]
+    for table in (short.headline(), *matrices, short.joint(), report.headline(), report.headline("pooled")):
         text += [f"({table.title})", "", table.markdown(), ""]
     write_atomic(out / "table.md", "\n".join(text).encode())
     seconds = time.perf_counter() - began
@@ -298,7 +301,7 @@ def progress_bar() -> Progress:
 
 def cost(run: Run) -> float:
     """About how much longer a round of this method takes than one of FedAvg, to order runs and guess the time left."""
-    return run.method.views + (1.5 if isinstance(run.method, FOOGD) else 0.0)
+    return run.method.effort
 
 
 def train(run: Run, progress: Progress) -> None:
@@ -310,6 +313,8 @@ def train(run: Run, progress: Progress) -> None:
         ahead = (time.perf_counter() - began) / number * (total - result.round)
         progress.update(task, completed=result.round, left=f"about {ahead:.0f} s left")
         report_round(run, result, f"about {ahead:.0f} s left")
+        if number == 1 and run.fallback is not None:
+            console.print(f"  steps are not replayed as graphs: {escape(run.fallback)}", highlight=False)
 
 
 def report_round(run: Run, result: RoundResult | Progressed, left: str) -> None:

@@ -12,6 +12,9 @@ from torch import nn
 
 Backbone = Callable[..., nn.Module]
 
+WHERE = frozenset({"device", "engine", "slots"})
+"""Settings that say where and how fast, not what."""
+
 
 def setting(default: Any, help: str, **limits: Any) -> Any:
     """A dataclass field with a line of help and its limits: ge, gt, le, lt or choices."""
@@ -81,7 +84,7 @@ class Config:
     )
 
     def digest(self, method_settings: Mapping[str, Any]) -> str:
-        """A short name for (configuration, method settings); the device is left out."""
-        values = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "device"}
+        """A short name for (configuration, method settings); where the work is done is left out."""
+        values = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in WHERE}
         text = json.dumps({**values, **method_settings}, sort_keys=True, default=str)
         return hashlib.blake2b(text.encode(), digest_size=5).hexdigest()

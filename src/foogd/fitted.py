@@ -254,7 +254,7 @@ class Gaussian(Detector):
     """
 
     description: ClassVar[str] = "minus the log density of one Gaussian on the features"
-    paper: ClassVar[str] = "Sehwag et al. 2021 with one cluster, features not normalised"
+    paper: ClassVar[str] = "Sehwag et al. 2021"
     passes: ClassVar[int] = 1
 
     shrinkage: float = field(

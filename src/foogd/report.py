@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -36,9 +36,9 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
-    def markdown(self) -> str:
-        """The table in Markdown, numbers to the right."""
-        align = ["---" if index < 2 else "---:" for index in range(len(self.columns))]
+    def markdown(self, words: Collection[int] = (0, 1)) -> str:
+        """The table in Markdown; the columns of words to the left, all others, of numbers, to the right."""
+        align = ["---" if index in words else "---:" for index in range(len(self.columns))]
         lines = [self.columns, tuple(align), *self.rows]
         cells = ([cell.replace("|", r"\|") for cell in line] for line in lines)
         return "\n".join(f"| {' | '.join(line)} |" for line in cells)
@@ -61,6 +61,10 @@ class Report:
         for row in self.rows:
             last[row.run] = max(last.get(row.run, 0), row.round)
         return Report(tuple(row for row in self.rows if row.round == last[row.run]))
+
+    def only(self, detectors: Collection[str]) -> Report:
+        """Accuracies, and of the detectors these alone."""
+        return Report(tuple(row for row in self.rows if row.detector is None or row.detector in detectors))
 
     def methods(self) -> list[str]:
         return list(dict.fromkeys(row.method for row in self.rows))
@@ -109,6 +113,19 @@ class Report:
             # A method that nothing was detected with still has its accuracies.
             lines += found or [(method, _percent([]), *accuracies, *(_percent([]) for _ in columns[4:]))]
         return Table(self._title(scope), tuple(columns), tuple(lines))
+
+    def matrix(self, dataset: str, metric: str, scope: str = "weighted") -> Table:
+        """One metric against one OUT set: a line for each method, a column for each detector."""
+        detectors = self.detectors()
+        lines = []
+        for method in self.methods():
+            found = [
+                self.values(method=method, metric=metric, split="out", scope=scope, detector=name, dataset=dataset)
+                for name in detectors
+            ]
+            lines.append((method, *map(_percent, found)))
+        columns = ("method", *(NAMES.get(name, name) for name in detectors))
+        return Table(f"{metric.upper()} against {dataset}, {self._title(scope)}", columns, tuple(lines))
 
     def joint(self, scope: str = "weighted") -> Table:
         """Eq. 1 and 2 together: what is rejected where 95 % of IN pass, accuracy on the rest, both against OUT."""

@@ -25,7 +25,7 @@ from typing import Any, final, get_type_hints
 import torch
 from torch import Tensor
 
-from .config import Config
+from .config import WHERE, Config
 from .data.corrupt import CORRUPTIONS
 from .data.federation import Federation
 from .data.leaks import count_leaks
@@ -33,7 +33,8 @@ from .data.sources import load_source
 from .data.store import ImageStore
 from .detect import Detector, resolve_detector
 from .engine.arena import Layout
-from .engine.eager import EagerEngine, resolve_device
+from .engine.eager import EagerEngine, Engine, resolve_device
+from .engine.graph import GraphEngine, make_engine
 from .errors import InputError
 from .evaluate import Evaluation, Evaluator, Row
 from .methods import method_fields, method_settings
@@ -100,11 +101,11 @@ class Run:
         return values | {key: value for key, value in method_settings(self.method).items() if key in known}
 
     def same_as(self, config: Config, method: Method) -> None:
-        """Complain where the folder belongs to another configuration; the device may differ."""
+        """Complain where the folder belongs to another configuration; the place of the work may differ."""
         mine, other = self.settings(), Run(self.folder, config, method).settings()
         # In the order of the settings: what differs first, the method say, often explains the rest.
         for key in dict.fromkeys([*mine, *other]):
-            if key != "device" and mine.get(key) != other.get(key):
+            if key not in WHERE and mine.get(key) != other.get(key):
                 raise InputError(
                     f"{self.folder} holds a run with another configuration: {key} is {mine.get(key)!r} there and "
                     f"{other.get(key)!r} here; choose another --out"
@@ -115,8 +116,13 @@ class Run:
         return make_federation(self.config)
 
     @cached_property
-    def engine(self) -> EagerEngine:
-        return EagerEngine(self.method, self.federation, self.config)
+    def engine(self) -> EagerEngine | GraphEngine:
+        return make_engine(self.method, self.federation, self.config)
+
+    @property
+    def fallback(self) -> str | None:
+        """Why steps are not replayed as graphs although they could be, or None."""
+        return self.engine.fallback if isinstance(self.engine, GraphEngine) else None
 
     def check(self) -> None:
         """Find what is wrong with data, clients, backbone or start weights before anything is written."""
@@ -129,7 +135,7 @@ class Run:
         """The state before the first round."""
         return self._start(self.engine) if self.config.init else initial_state(self.engine)
 
-    def _start(self, engine: EagerEngine) -> RunState:
+    def _start(self, engine: Engine) -> RunState:
         folder = Path(self.config.init)
         return initial_state(engine, load_values(folder), load_private_values(folder))
 

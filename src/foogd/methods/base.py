@@ -60,6 +60,11 @@ class Method(ABC):
         return type(self).predictor is not Method.predictor
 
     @property
+    def effort(self) -> float:
+        """About how many images go through the backbone for each image of a batch, to guess the time of a run."""
+        return float(self.views)
+
+    @property
     def reads_round(self) -> bool:
         """Whether `losses` or `extend` read `ctx.round`; a step that is recorded once must not, unless it says so."""
         return False

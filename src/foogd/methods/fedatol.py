@@ -128,6 +128,10 @@ class FedATOL(Method):
         return self.generator == "central"
 
     @property
+    def effort(self) -> float:
+        return float(self.views + self.aux_id + self.outliers)
+
+    @property
     def outliers(self) -> int:
         """Generated outliers for each image of the batch."""
         return self.ood_ratio if self.lambda_ood > 0 else 0
@@ -144,7 +148,7 @@ class FedATOL(Method):
         return nets
 
     def width(self, shape: tuple[int, int, int]) -> int:
-        """The channels of the generator: 64 for images of 32 pixels, a quarter as many as of 16 pixels."""
+        """The channels of the generator's last layers: 64·(side/32)³, but from 4 to 64."""
         return self.generator_width or min(64, max(4, max(shape[1:]) ** 3 // 512))
 
     def discriminator(self, shape: tuple[int, int, int], stream: torch.Generator) -> ImageDiscriminator:

@@ -256,6 +256,10 @@ class FOOGD(Method):
         return self.base.adapts
 
     @property
+    def effort(self) -> float:
+        return self.base.effort - self.base.views + self.views + 1.5  # the score network and its eval pass
+
+    @property
     def reads_round(self) -> bool:
         return self.base.reads_round
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, final
 
 import torch
@@ -33,7 +33,7 @@ class FOSTER(Method):
     """Private heads, and outlier exposure on generated features of the classes that a client lacks.
 
     Client: CE(h_k(f(x)), y) + beta·OE(h_k(z̃)), z̃ = G(ε, ỹ) with ỹ uniform over the classes that it lacks, without a
-    gradient for G. Where it lacks none, and in the first round, when nobody has trained G, the loss is CE alone.
+    gradient for G. Where it lacks none, and as long as nobody has trained G (in the first round), the loss is CE alone.
 
     Server: f is averaged. The heads are uploaded too, and show the server which classes a client has. On their mean h̄
     the server trains the generator, min CE(h̄(G(ε, y)), y) with ε ~ N(0, I) and y uniform over all classes, for as many
@@ -60,7 +60,7 @@ class FOSTER(Method):
     generator_batch: int = field(default=1000, metadata={"ge": 2, "help": "features a step of the generator"})
 
     paper: ClassVar[str] = "Yu et al., ICLR 2023"
-    travels: ClassVar[str] = "the model both ways (also the private heads, up) and a count up, a feature generator down"
+    travels: ClassVar[str] = "the model, both ways (private heads up, their mean down), and a feature generator down"
     keeps: ClassVar[str] = "its head"
     passes: ClassVar[str] = "the generator and the head on generated features; the server trains the generator"
 
@@ -71,10 +71,6 @@ class FOSTER(Method):
     @property
     def frozen(self) -> frozenset[str]:
         return frozenset({"generic_head", "generator"})
-
-    @property
-    def reads_round(self) -> bool:
-        return self.beta > 0
 
     @property
     def disclosed(self) -> frozenset[str]:
@@ -92,6 +88,11 @@ class FOSTER(Method):
         )
         return nets
 
+    def init_server(self, nets: Nets, rng: Rng) -> dict[str, Tensor]:
+        if self.beta == 0:
+            return {}
+        return {"generator_steps": torch.zeros((), device=next(nets["generator"].parameters()).device)}
+
     def personal(self, name: str) -> bool:
         return name.startswith("head.")
 
@@ -102,11 +103,13 @@ class FOSTER(Method):
     def losses(self, nets: Nets, batch: Batch, ctx: Context) -> dict[str, Tensor]:
         batch = both_views(batch)
         loss = cross_entropy(nets["head"](batch.features), batch.y)
-        if self.beta > 0 and ctx.round > 0:  # before, the generator knows no class
+        if self.beta > 0:
             external = self.external(ctx.class_counts)
             z = self.outliers(nets, external, self.draws or len(batch.y), ctx.rng("external"))
             exposure = outlier_exposure(nets["head"](z))
-            loss = loss + self.beta * torch.where(external.any(), exposure, 0.0)
+            # A number from the server, not the round: a step that is recorded once serves all rounds.
+            used = external.any() & (ctx.server["generator_steps"] > 0)
+            loss = loss + self.beta * torch.where(used, exposure, 0.0)
         return {"model": loss}
 
     @torch.no_grad()
@@ -141,6 +144,8 @@ class FOSTER(Method):
         if self.beta > 0:
             lr = self.generator_lr * LR_DECAY**server.round
             train_generator(generator, head, iterations, batch=self.generator_batch, lr=lr, stream=rng("generator"))
+            steps = mean.extra["generator_steps"] + iterations
+            mean = replace(mean, extra={**mean.extra, "generator_steps": steps})
         return nets.store(mean, trained)
 
     def generic_logits(self, nets: Nets, z: Tensor) -> Tensor:

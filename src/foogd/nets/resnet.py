@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, cast, final
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import InputError
+from .fused import norm_act
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -50,7 +51,7 @@ class BasicBlock(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        out = self.bn2(self.conv2(norm_act(self.bn1, self.conv1(x))))
         return F.relu(out + self.shortcut(x))
 
 
@@ -72,5 +73,9 @@ class ResNet18(nn.Module):
         )
 
     def forward(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b 512"]:
-        out: Tensor = self.blocks(self.stem(x)).mean((2, 3))
+        conv, norm, _, *pool = self.stem
+        started = norm_act(cast(nn.BatchNorm2d, norm), conv(x))
+        for layer in pool:
+            started = layer(started)
+        out: Tensor = self.blocks(started).mean((2, 3))
         return out

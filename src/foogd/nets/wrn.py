@@ -6,10 +6,10 @@ import math
 from typing import TYPE_CHECKING, final
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..errors import InputError
 from .dropout import Dropout
+from .fused import norm_act
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -35,8 +35,8 @@ class PreActivationBlock(nn.Module):
         self.shortcut = None if fan_in == fan_out else _conv(fan_in, fan_out, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        activated = F.relu(self.bn1(x))
-        out = self.conv2(self.dropout(F.relu(self.bn2(self.conv1(activated)))))
+        activated = norm_act(self.bn1, x)
+        out = self.conv2(norm_act(self.bn2, self.conv1(activated), self.dropout))
         # The 1×1 shortcut starts at the activated input, the identity at the raw one.
         skip = x if self.shortcut is None else self.shortcut(activated)
         total: Tensor = skip + out
@@ -69,4 +69,4 @@ class WideResNet(nn.Module):
         self.bn = nn.BatchNorm2d(self.feature_width)
 
     def forward(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d"]:
-        return F.relu(self.bn(self.blocks(self.stem(x)))).mean((2, 3))
+        return norm_act(self.bn, self.blocks(self.stem(x))).mean((2, 3))
