@@ -476,8 +476,9 @@ def test_backbones_take_the_fused_step_under_autocast(make: object, monkeypatch:
     # In ResNet-18 the last layers of the 8 blocks and of the 3 shortcuts have no ReLU of their own.
     norms = sum(isinstance(part, nn.BatchNorm2d) for part in net.modules())
     assert len(seen) == norms - 11 * isinstance(net, ResNet18)
-    z.float().square().sum().backward()
-    expected.float().square().sum().backward()
     assert F.cosine_similarity(z.float().flatten(), expected.float().flatten(), dim=0) > 0.999
-    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
-        assert F.cosine_similarity(mine.grad.flatten(), theirs.grad.flatten(), dim=0) > 0.9
+    direction = torch.randn(z.shape, generator=generator(1)).cuda()
+    for out in (z, expected):
+        (out.float() * direction).sum().backward()
+    mine, theirs = (torch.cat([value.grad.flatten() for value in one.parameters()]) for one in (net, plain))
+    assert F.cosine_similarity(mine, theirs, dim=0) > 0.95

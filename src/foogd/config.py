@@ -78,7 +78,7 @@ class Config:
     threads: int = setting(1, "threads of a run on the CPU; the last bits of a result depend on it", ge=1)
     device: str = setting("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     engine: str = setting("auto", "graph: CUDA graphs, several clients at once", choices=("auto", "eager", "graph"))
-    slots: int = setting(4, "clients that train at once on a GPU", ge=1)
+    slots: int = setting(8, "clients that train at once on a GPU", ge=1)
     precision: str = setting(
         "auto", "of the backbone; auto: bf16 on a GPU, else fp32", choices=("auto", "fp32", "bf16")
     )

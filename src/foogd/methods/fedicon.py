@@ -26,6 +26,8 @@ class FedICON(Method):
 
     The private classifier is the shared one plus a private linear map that starts at 0: for plain SGD that is the same
     as a copy of the shared classifier that learns on. Features are contrasted as they are, without a projection.
+    The body learns at the run's rate, like that of every method: at the published 0.005, few rounds teach it little.
+    The classifier starts late and at a low rate, so its rounds have at least the published five epochs.
     """
 
     temperature: float = field(default=0.1, metadata={"gt": 0.0, "help": "of the contrast, in training and tests"})
