@@ -16,6 +16,7 @@ import argparse
 import itertools
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +24,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 
-from foogd import Config, Federation, ImageStore
+from foogd import Config, Federation
+from foogd.bench import CIFAR, noise_federation
 from foogd.engine.eager import EagerEngine, local_step
 from foogd.engine.graph import GraphEngine
-from foogd.engine.rng import Streams, generator
+from foogd.engine.rng import Streams
 from foogd.methods import make_method
 from foogd.methods.base import Method
 from foogd.nets import fused
@@ -40,12 +42,7 @@ KERNELS = fused._kernels
 
 
 def federation_of(alpha: float, clients: int, images: int) -> Federation:
-    stream = generator(0, "benchmark")
-    pixels = torch.randint(256, (images + 1000, 32, 32, 3), generator=stream, dtype=torch.uint8)
-    labels = torch.arange(images + 1000) % 10
-    test = torch.arange(images + 1000) >= images
-    store = ImageStore(pixels, labels, classes=tuple("0123456789"), name="sizes of CIFAR-10", test=test)
-    return Federation.build(store, clients=clients, alpha=alpha, seed=21, min_size=2)
+    return noise_federation(replace(CIFAR, alpha=alpha, clients=clients, images=images))
 
 
 def config_of(name: str, **changes: object) -> Config:

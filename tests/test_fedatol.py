@@ -352,8 +352,9 @@ def test_a_central_gan_learns_from_all_images_before_the_first_round(dark, confi
     start = initial_state(engine)
     assert not torch.equal(start.server.frozen, untrained.server.frozen)
     assert torch.equal(start.server.shared, untrained.server.shared)
-    means = [engine.layout.named(s.server.shared, None, s.server.frozen)["generator.means"] for s in (untrained, start)]
-    assert torch.equal(*means)
+    old, new = (engine.layout.named(s.server.shared, None, s.server.frozen) for s in (untrained, start))
+    assert torch.equal(old["generator.means"], new["generator.means"])
+    assert not torch.equal(old["generator.images.net.1.running_mean"], new["generator.images.net.1.running_mean"])
     data = float(dark.train.batch(torch.arange(len(dark.train))).mean())
     before, after = (abs(brightness(engine, s, method) - data) for s in (untrained, start))
     assert after < 0.5 * before
@@ -385,6 +386,27 @@ def test_clients_can_train_the_gan_together(dark, config):
     data = float(dark.train.batch(torch.arange(len(dark.train))).mean())
     before, after = (abs(brightness(engine, states[t], method) - data) for t in (0, 2))
     assert after < 0.5 * before
+
+
+def test_while_the_gan_learns_no_image_is_generated_for_the_model(federation, config):
+    method = FedATOL(generator="fed_gan", generator_width=4)
+    nets, batch, ctx = made(method, federation, config)
+    assert batch.x_more is not None
+    plain = Batch(batch.x, batch.y)
+    assert method.extend(nets, plain, replace(ctx, groups=("generator", "discriminator"))) is plain
+
+
+def test_the_gan_learns_on_latents_as_large_as_those_in_use():
+    latents = FedATOL(mu=3.0).gan_latents(1000, torch.Generator().manual_seed(0), torch.device("cpu"))
+    assert float(latents.std()) == pytest.approx(3.0, rel=0.02)
+
+
+def test_the_first_statistics_leave_the_layers_as_they_were(federation, config):
+    generator = build_nets(SMALL, federation, config)["generator"]
+    norms = [layer for layer in generator.modules() if isinstance(layer, torch.nn.BatchNorm2d)]
+    assert len(norms) == 3
+    assert {norm.momentum for norm in norms} == {0.1}
+    assert not any(module.training for module in generator.modules())
 
 
 def test_phases_and_optimisers_of_the_gan(config):

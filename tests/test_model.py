@@ -148,7 +148,7 @@ def test_wrong_questions_are_answered_in_one_sentence(trained, tmp_path):
         model.predict(image, client=3)
     with pytest.raises(InputError, match=r"react.*not possible.*msp, energy"):
         model.predict(image, detector="react")
-    with pytest.raises(InputError, match="knn.*without a client"):
+    with pytest.raises(InputError, match=r"knn.*without a client"):
         model.predict(image, detector="knn")
     with pytest.raises(InputError, match="float32"):
         model.predict(image.astype(np.float32))
@@ -181,7 +181,7 @@ def test_without_images_set_aside_there_is_a_score_but_no_verdict(tmp_path, foog
     assert not model.is_calibrated
     assert model.predict(image).out is None
     assert model.predict(image).detector == "energy"
-    with pytest.raises(InputError, match="calibration=0.05"):
+    with pytest.raises(InputError, match=r"calibration=0\.05"):
         model.is_out(image)
     Image.fromarray(image[0]).save(tmp_path / "black.png")
     code, out, err = foogd_command("predict", folder, tmp_path / "black.png")

@@ -1,4 +1,4 @@
-"""The command line: `foogd run | evaluate | predict | demo | methods | detectors`."""
+"""The command line: `foogd run | evaluate | predict | demo | methods | detectors | bench | data`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from .cli_data import data_app, decode
 from .config import Config
 from .data.readers import IMAGE_SUFFIXES
 from .detect import DETECTORS, Detector
+from .engine.eager import resolve_device
 from .errors import InputError
 from .methods import FOOGD, METHODS, make_method, method_names
 from .methods.base import Method
 from .model import load
 from .report import Report, Table
-from .runs import Run, read_rows, write_atomic
+from .runs import Run, environment, read_rows, write_atomic
 from .settings import parse_assignments, read_preset, read_run_config, resolve
 from .simulate import RoundResult
 from .study import Progressed, train_all
@@ -264,6 +265,25 @@ def detectors(
     console.print(grid)
     for name, detector in DETECTORS.items():
         show_settings(f"{name} (in Python: {type(detector).__name__}(...))", detector)
+
+
+@app.command()
+def bench(
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Measure seconds a round on this machine, by engine. Example: foogd bench --device cpu"""
+    if device not in ("auto", "cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        raise InputError(f"--device {device!r} is not possible: use auto or cpu, or cuda where torch finds a GPU")
+    from .bench import measure
+
+    table = None
+    for table in measure(device):
+        console.print(f"{', '.join(table.rows[-1][:2])}: {table.rows[-1][2]} s a round", highlight=False)
+    about = environment(resolve_device("cpu" if device == "cpu" else "auto"))
+    versions = f"Python {about['python']}, torch {about['versions']['torch']}"
+    console.print(f"commit {about['commit']}, {versions}", highlight=False)
+    if table is not None:
+        console.print(rich_table(table))
 
 
 def whole_number(option: str, text: str, least: int) -> int:

@@ -80,7 +80,7 @@ class Config:
     engine: str = setting("auto", "graph: CUDA graphs, several clients at once", choices=("auto", "eager", "graph"))
     slots: int = setting(8, "clients that train at once on a GPU", ge=1)
     precision: str = setting(
-        "auto", "of the backbone; auto: bf16 on a GPU, else fp32", choices=("auto", "fp32", "bf16")
+        "auto", "of the backbone; auto: bf16 where steps are graphs, else fp32", choices=("auto", "fp32", "bf16")
     )
 
     def digest(self, method_settings: Mapping[str, Any]) -> str:

@@ -79,14 +79,15 @@ def fits(federation: Federation, device: torch.device, resident: str) -> bool:
 class EagerEngine:
     """Trains clients one by one on one set of nets whose values live in one flat row."""
 
-    def __init__(self, method: Method, federation: Federation, config: Config) -> None:
+    def __init__(self, method: Method, federation: Federation, config: Config, *, graphs: bool = False) -> None:
+        """With `graphs` it serves an engine that records its steps, and its precision is that engine's."""
         self.method, self.config = method, config
         self.device = resolve_device(config.device)
         if self.device.type == "cpu":
             # Sums depend on the number of threads in their last bits, so a run says how many it uses.
             torch.set_num_threads(config.threads)
         self.federation = federation.to(self.device) if fits(federation, self.device, config.resident) else federation
-        self.precision = resolve_precision(config.precision, self.device)
+        self.precision = resolve_precision(config.precision, self.device, graphs=graphs)
         self._nets = self.nets()
         self.layout = Layout.of(self._nets, method.private_names(self._nets).__contains__, method.frozen)
         self._shared, self._personal, _ = self.layout.pack(self._nets)

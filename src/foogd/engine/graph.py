@@ -254,7 +254,7 @@ class GraphEngine:
         rehearse: bool = False,
     ) -> None:
         """With `rehearse` the same schedule runs without recording anything, on any device: for tests without a GPU."""
-        self.eager = EagerEngine(method, federation, config)
+        self.eager = EagerEngine(method, federation, config, graphs=True)
         self.method, self.config, self.layout = method, config, self.eager.layout
         self.federation, self.device = self.eager.federation, self.eager.device
         self._slots: list[Slot] = []

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from ..errors import InputError
 
 
-def resolve_precision(name: str, device: torch.device) -> str:
-    """fp32 or bf16; `auto` takes bf16 on a GPU. On a CPU there is only fp32."""
+def resolve_precision(name: str, device: torch.device, *, graphs: bool) -> str:
+    """fp32 or bf16; `auto` takes bf16 where steps are graphs: launched one by one, casts cost more than they gain."""
     if name == "auto":
-        return "bf16" if device.type == "cuda" else "fp32"
+        return "bf16" if graphs and device.type == "cuda" else "fp32"
     if name == "bf16" and device.type != "cuda":
         raise InputError("precision = 'bf16' is not possible: it needs a GPU; use auto or fp32")
     return name
