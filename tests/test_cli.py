@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from foogd import bench
 from foogd.cli import main
 from foogd.detect import DETECTORS
 from foogd.methods import PROFILES, method_names
@@ -419,6 +420,25 @@ def test_without_words_the_commands_are_shown(foogd):
     assert code == 0
     for command in ("run", "evaluate", "demo", "methods", "detectors"):
         assert command in printed
+
+
+def test_names_alone_are_for_scripts(foogd):
+    code, printed, _ = foogd("methods", "--names")
+    assert (code, printed.split()) == (0, method_names())
+    code, printed, _ = foogd("detectors", "--names")
+    assert (code, printed.split()) == (0, list(DETECTORS))
+
+
+def test_bench_prints_a_table(foogd, monkeypatch):
+    small = bench.Size("cnn", (1, 16, 16), images=60, batch=16, epochs=1, clients=2)
+    monkeypatch.setattr(bench, "SMALL", small)
+    code, printed, _ = foogd("bench", "--device", "cpu")
+    assert code == 0
+    for word in ("fedavg+foogd", "eager", "images/s", "torch"):
+        assert word in printed
+    code, _, complaint = foogd("bench", "--device", "tpu")
+    assert code == 2
+    assert "--device 'tpu' is not possible" in complaint
 
 
 def test_lists_name_everything(foogd):

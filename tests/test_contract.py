@@ -78,6 +78,13 @@ class Exploding(Broken):
 
 @final
 @dataclass(frozen=True)
+class Counting(Broken):
+    def losses(self, nets, batch, ctx):
+        return {"model": cross_entropy(nets["head"](batch.z), batch.y) / (1 + ctx.round)}
+
+
+@final
+@dataclass(frozen=True)
 class Vector(Broken):
     def losses(self, nets, batch, ctx):
         return {"model": cross_entropy(nets["head"](batch.z), batch.y, reduction="none")}
@@ -139,6 +146,7 @@ class Orphan(Broken):
         (Reaching(), "reaches the nets of"),
         (Exploding(), "loss of 'model' is"),
         (Vector(), "must be a scalar"),
+        (Counting(), "read ctx.round, but it does not say so"),
         (Unseeded(), "depends on who trained before"),
         (Lazy(), "accuracy"),
         (Talking(), "private values travel in the upload 'head'"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from .data.synthetic import tiny_federation
 from .detect import Detector, FunctionDetector
 from .engine.batches import BatchMaker
 from .engine.eager import EagerEngine, build_nets
+from .engine.graph import CannotCapture, RoundlessContext
 from .engine.rng import Streams, generator
 from .errors import InputError
 from .evaluate import evaluate
@@ -116,11 +117,15 @@ def _check_meta(method: Method, federation: Federation, config: Config) -> None:
     constants = torch.empty(1, c, 1, 1, device="meta"), torch.empty(1, c, 1, 1, device="meta")
     for round, phase in _all_phases(method):
         ctx = Context(round, ROUNDS, phase.groups, class_counts, nets, server, {}, no_stream, *constants)
+        if not method.reads_round:
+            ctx = cast(Context, RoundlessContext(ctx))
         try:
             x_hat = method.view(x, x, no_stream) if method.views == 2 else None
             y = torch.empty(b, dtype=torch.int64, device="meta")
             batch = method.extend(nets.train(), Batch(method.first_view(x, no_stream), y, x_hat), ctx)
             losses = method.losses(nets, method.embed(nets, batch), ctx)
+        except CannotCapture as error:
+            raise AssertionError(str(error)) from error
         except (RuntimeError, NotImplementedError) as error:
             raise AssertionError(f"the losses look at a value, or use what a graph cannot record: {error}") from error
         assert all(loss.device.type == "meta" for loss in losses.values()), "a loss left the device of its batch"

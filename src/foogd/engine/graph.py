@@ -182,7 +182,7 @@ class Captured:
         self.totals = {group: torch.zeros((), device=engine.device) for group in phase.groups}
         kept = slot.shared.clone(), slot.personal.clone()
         counters = {name: counter.clone() for name, counter in slot.counters.items()}
-        seen = cast(Context, _Blind(ctx)) if not engine.method.reads_round else ctx
+        seen = cast(Context, RoundlessContext(ctx)) if not engine.method.reads_round else ctx
 
         def step() -> None:
             indices = slot.block.index_select(0, slot.step).view(-1)
@@ -224,7 +224,7 @@ class Captured:
             optimiser.restart({k: v for k, v in kept.items() if k.startswith(f"{group}/")})
 
 
-class _Blind:
+class RoundlessContext:
     """A context without its round: the graph that reads it is replayed in other rounds too."""
 
     def __init__(self, ctx: Context) -> None:
