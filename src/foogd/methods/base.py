@@ -218,6 +218,16 @@ def linear_readout(head: Callable[[Tensor], Tensor], linear: nn.Module) -> Reado
     return Readout(head)
 
 
+def joined_readout(
+    head: Callable[[Tensor], Tensor], generic: nn.Module, private: nn.Module, share: float = 1.0
+) -> Readout:
+    """A readout of share·(generic + private), two linear heads that count as one."""
+    assert isinstance(generic, nn.Linear)
+    assert isinstance(private, nn.Linear)
+    bias = generic.bias if private.bias is None else generic.bias + private.bias
+    return Readout(head, share * (generic.weight + private.weight).detach(), share * bias.detach())
+
+
 def feature_width(backbone: nn.Module) -> int:
     """The width d of a backbone's features, from its attribute `feature_width`."""
     return int(backbone.feature_width)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from ..functional import balanced_softmax
 from ..types import Batch, Context, Nets, Readout, Rng, both_views
-from .base import Method, linear_head, linear_readout
+from .base import Method, joined_readout, linear_head, linear_readout
 
 
 @final
@@ -57,14 +57,7 @@ class FedRoD(Method):
         return out
 
     def readout(self, nets: Nets) -> Readout:
-        generic, private = nets["head"], nets["personal_head"]
-        assert isinstance(generic, nn.Linear)
-        assert isinstance(private, nn.Linear)
-        return Readout(
-            head=lambda z: self.logits(nets, z),
-            weight=(generic.weight + private.weight).detach(),
-            bias=(generic.bias + private.bias).detach(),
-        )
+        return joined_readout(lambda z: self.logits(nets, z), nets["head"], nets["personal_head"])
 
     def generic_readout(self, nets: Nets) -> Readout:
         return linear_readout(lambda z: self.generic_logits(nets, z), nets["head"])

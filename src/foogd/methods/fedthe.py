@@ -17,7 +17,7 @@ from ..engine.arena import ServerNets
 from ..engine.rng import with_seed
 from ..functional import balanced_softmax, entropy
 from ..types import Batch, Context, Nets, Optimiser, Output, Phase, Readout, Rng, ServerState, Survey, both_views
-from .base import Method, feature_width, linear_readout
+from .base import Method, feature_width, joined_readout, linear_readout
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -117,14 +117,7 @@ class FedTHE(Method):
         return out
 
     def readout(self, nets: Nets) -> Readout:
-        generic, private = nets["head"], nets["personal_head"]
-        assert isinstance(generic, nn.Linear)
-        assert isinstance(private, nn.Linear)
-        return Readout(
-            head=lambda z: self.logits(nets, z),
-            weight=0.5 * (generic.weight + private.weight).detach(),
-            bias=0.5 * generic.bias.detach(),
-        )
+        return joined_readout(lambda z: self.logits(nets, z), nets["head"], nets["personal_head"], share=0.5)
 
     def generic_readout(self, nets: Nets) -> Readout:
         return linear_readout(lambda z: self.generic_logits(nets, z), nets["head"])
