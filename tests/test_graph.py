@@ -184,6 +184,62 @@ def test_slots_and_schedule_change_nothing(name):
         assert (found.bytes_up, found.bytes_down) == (wanted.bytes_up, wanted.bytes_down)
 
 
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", ["scaffold", "fedthe"])
+def test_first_participations_in_late_rounds_change_nothing(name, seed):
+    """Clients with and without memory share a round, so a slot needs graphs of both kinds."""
+    federation = tiny_federation(clients=4, per_client=20)
+    config = Config(rounds=3, batch_size=10, lr=0.05, participation=0.5, flip=True, seed=seed, device="cpu")
+    wanted = states(EagerEngine(make_method(name), federation, config))
+    found = states(GraphEngine(make_method(name), federation, config, slots=2, rehearse=True))
+    assert torch.equal(found.state.server.shared, wanted.state.server.shared)
+
+
+def test_a_round_without_participants_trains_nobody():
+    federation, config = tiny_federation(), Config(rounds=1, batch_size=16, device="cpu")
+    engine = GraphEngine(make_method("fedavg"), federation, config, rehearse=True)
+    assert list(engine.train(initial_state(engine).server, [], 0)) == []
+
+
+class Careless(torch.nn.Module):
+    """A backbone that draws from torch's global generator, which slots would share."""
+
+    feature_width = 48
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(48, 48)
+
+    def forward(self, x):
+        z = torch.nn.functional.avg_pool2d(x, 4).flatten(1)
+        return torch.nn.functional.dropout(self.layer(z).relu(), 0.1, self.training)
+
+
+def test_global_draws_fall_back_to_eager():
+    federation, config = tiny_federation(), Config(rounds=1, batch_size=16, device="cpu", backbone=Careless)
+    engine = GraphEngine(make_method("fedavg"), federation, config, rehearse=True)
+    found, wanted = states(engine), states(EagerEngine(make_method("fedavg"), federation, config))
+    assert "global generator" in engine.fallback
+    assert torch.equal(found.state.server.shared, wanted.state.server.shared)
+
+
+@final
+@dataclass(frozen=True)
+class StepCounting(Method):
+    """Reads how many steps there will be, which differs from client to client."""
+
+    def losses(self, nets, batch, ctx):
+        return {"model": cross_entropy(nets["head"](batch.z), batch.y) / ctx.steps["model"]}
+
+
+def test_losses_that_read_the_steps_fall_back_to_eager():
+    federation, config = tiny_federation(), Config(rounds=1, batch_size=16, device="cpu")
+    engine = GraphEngine(StepCounting(), federation, config, rehearse=True)
+    found, wanted = states(engine), states(EagerEngine(StepCounting(), federation, config))
+    assert "ctx.steps" in engine.fallback
+    assert torch.equal(found.state.server.shared, wanted.state.server.shared)
+
+
 def test_a_row_can_be_arranged_channels_last_and_back():
     config = Config(backbone="wrn16-1", batch_size=16, device="cpu")
     engine = EagerEngine(make_method("fedavg+foogd"), tiny_federation(), config)

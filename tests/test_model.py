@@ -139,6 +139,8 @@ def test_images_come_as_arrays_tensors_and_files_of_any_size(trained, tmp_path):
     assert len(model.predict(colour)) == 3
     Image.fromarray(stack[0, :, :, 0].numpy()).resize((90, 61)).save(tmp_path / "large.jpg")
     assert len(model.predict(tmp_path / "large.jpg")) == 1
+    with Image.open(tmp_path / "large.jpg") as picture:
+        assert len(model.predict(picture.convert("RGB"))) == 1
 
 
 def test_wrong_questions_are_answered_in_one_sentence(trained, tmp_path):
@@ -154,6 +156,14 @@ def test_wrong_questions_are_answered_in_one_sentence(trained, tmp_path):
         model.predict(image.astype(np.float32))
     with pytest.raises(InputError, match="no images"):
         model.predict([])
+    with pytest.raises(InputError, match="NoneType"):
+        model.predict(None)
+    with pytest.raises(InputError, match="an axis for N"):
+        model.predict(np.zeros((28, 28, 3), dtype=np.uint8))
+    with pytest.raises(InputError, match="clients 0 to 2"):
+        model.threshold(client=99)
+    with pytest.raises(InputError, match="device = 'banana'"):
+        foogd.load(trained, device="banana")
     (tmp_path / "broken.png").write_bytes(b"nothing")
     with pytest.raises(InputError, match=r"broken.png cannot be used"):
         model.predict(tmp_path / "broken.png")
@@ -164,10 +174,17 @@ def test_wrong_questions_are_answered_in_one_sentence(trained, tmp_path):
 def test_a_damaged_or_missing_model_is_named(trained, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(trained, copy)
-    data = bytearray((copy / "model" / "model.safetensors").read_bytes())
+    [file] = (copy / "model").glob("*.safetensors")
+    data = bytearray(file.read_bytes())
     data[-1] ^= 1
-    (copy / "model" / "model.safetensors").write_bytes(data)
+    file.write_bytes(data)
     with pytest.raises(InputError, match="checksum"):
+        foogd.load(copy)
+    file.unlink()
+    with pytest.raises(InputError, match="cannot be read"):
+        foogd.load(copy)
+    (copy / "model" / "model.json").write_text("{}")
+    with pytest.raises(InputError, match="it is no object with"):
         foogd.load(copy)
     shutil.rmtree(copy / "model")
     with pytest.raises(InputError, match="no model yet"):
@@ -236,8 +253,43 @@ def test_methods_with_private_or_test_time_parts_can_be_loaded(method, tmp_path)
 
 def test_a_resumed_run_has_the_model_too(tmp_path):
     folder = start(tmp_path / "run", "fedavg", "detectors=msp")
-    wanted = (folder / "model" / "model.safetensors").read_bytes()
-    shutil.rmtree(folder / "model")
-    (folder / "summary.md").unlink()
+    [file] = (folder / "model").glob("*.safetensors")
+    wanted = file.read_bytes()
+    file.unlink()  # of the two files the larger one: the run is not whole
     list(Run.open(folder, read_run_config).train())
-    assert (folder / "model" / "model.safetensors").read_bytes() == wanted
+    assert file.read_bytes() == wanted
+    assert foogd.load(folder).detectors == ["msp"]
+
+
+def test_someone_unknown_is_judged_by_thresholds_of_the_generic_model(tmp_path):
+    folder = start(tmp_path / "run", "fedthe", "detectors=energy,msp", "calibration=0.2")
+    model, federation = foogd.load(folder), federation_of(folder)
+    aside = federation.calibration_test
+    for detector in ("energy", "msp"):
+        # Each client's images are a stream of their own, for the method adapts to a stream.
+        scores = torch.cat(
+            [model.predict(aside.store.images[own], detector=detector).score for own in aside.indices]
+        )
+        wanted = threshold_at_tpr(scores)
+        assert model.threshold(detector) == pytest.approx(wanted, rel=1e-4)
+
+
+def test_a_model_whose_only_detector_is_local_says_so(tmp_path):
+    folder = start(tmp_path / "run", "fedavg", "detectors=knn")
+    model, image = foogd.load(folder), np.zeros((1, 28, 28), dtype=np.uint8)
+    assert len(model.predict(image, client=0)) == 1
+    with pytest.raises(InputError, match="without a client; it has knn"):
+        model.predict(image)
+
+
+def test_a_missing_detector_of_your_own_spoils_only_itself(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def norm(output):\n    return -output.z.norm(dim=1)\n")
+    folder = start(tmp_path / "run", "fedavg", f'detectors=["energy", "{file}:norm"]')
+    image = np.zeros((1, 28, 28), dtype=np.uint8)
+    assert len(foogd.load(folder).predict(image, detector=f"{file}:norm")) == 1
+    file.unlink()
+    model = foogd.load(folder)
+    assert len(model.predict(image)) == 1
+    with pytest.raises(InputError, match="mine.py"):
+        model.predict(image, detector=f"{file}:norm")

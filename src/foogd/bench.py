@@ -86,7 +86,9 @@ def measure(device: str = "auto") -> Iterator[Table]:
             # One epoch of the slow engine says as much as five.
             epochs = size.epochs if kind == "graph" or not on_gpu else 1
             config = config_of(size, device="cuda" if on_gpu else "cpu", local_epochs=epochs, engine=kind)
+            engine = None  # the one before must not count
             if on_gpu:
+                torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             engine = (GraphEngine if kind == "graph" else EagerEngine)(method, federation, config)
             first, second = seconds_a_round(engine)

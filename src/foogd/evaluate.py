@@ -72,10 +72,6 @@ class Fitted:
         """The detectors that someone can use."""
         return {*self.common, *(name for own in self.own.values() for name in own)}
 
-    def of(self, client: int) -> dict[str, Detector]:
-        """The detectors that a client can use."""
-        return {**self.common, **self.own.get(client, {})}
-
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -121,17 +117,22 @@ class Evaluator:
             answers = [self._answers(test, state, fitted) for test in self._federation.tests]
             aside = self._federation.calibration_test
             calibration = self._answers(aside, state, fitted).scores if aside is not None else {}
-            generic = calibration
-            if aside is not None and self._private:
-                generic = self._answers(replace(aside, unseen=True), state, fitted).scores
+            generic, generic_clean = calibration, None
+            if self._private:
+                # Someone unknown is judged by the generic model, so thresholds for it come from that model too.
+                if aside is not None:
+                    generic = self._answers(replace(aside, unseen=True), state, fitted).scores
+                clean = next((test for test in self._federation.tests if test.split == "in"), None)
+                if clean is not None and any(test.unseen for test in self._federation.tests):
+                    generic_clean = self._answers(replace(clean, unseen=True), state, fitted).scores
         blank = Row(
             run=run, method=method, seed=self._config.seed, round=state.server.round, scope="", client=None, dataset="",
             split="", corruption=None, severity=None, detector=None, metric="", value=0.0, weight=0.0,
         )  # fmt: skip
         rows = [
             *_accuracy_rows(blank, answers, self._private),
-            *_detection_rows(blank, answers),
-            *_calibrated_rows(blank, answers, calibration),
+            *_detection_rows(blank, answers, generic_clean),
+            *_calibrated_rows(blank, answers, calibration, generic),
         ]
         return Evaluation(rows, state, fitted, calibration, generic)
 
@@ -149,7 +150,9 @@ class Evaluator:
         if self._private and rows:
             self._personal.copy_(torch.stack(rows).mean(0))
 
-    def _context(self, state: RunState, client: ClientState, purpose: str) -> Context:
+    def _context(self, state: RunState, client: ClientState, purpose: str, *, unseen: bool) -> Context:
+        if unseen:
+            client = anyone(client, state.clients)
         return Context(
             round=state.server.round,
             rounds=self._config.rounds,
@@ -180,7 +183,8 @@ class Evaluator:
         parts = [part.to(self._shared.device) for part in test.indices]
         streams = adapt and self._method.adapts
         shared = None
-        if not (streams or self._private_features):
+        whole = sum(map(len, parts)) >= len(test.store)  # else only the images that someone sees
+        if whole and not (streams or self._private_features):
             z = self._features(test.store)
             shared = Output(z, z) if self._private else Output(z, self._method.logits(self._nets, z))
         for client, part in zip(state.clients, parts, strict=True):
@@ -190,7 +194,8 @@ class Evaluator:
             if test.unseen:
                 self._become_anyone(state)
             if streams:
-                predict = self._method.predictor(self._nets, self._context(state, client, test.key))
+                ctx = self._context(state, client, test.key, unseen=test.unseen)
+                predict = self._method.predictor(self._nets, ctx)
                 pieces = torch.split(part, self._method.test_batch or self._config.eval_batch)
                 outputs = [predict(self._images(test.store, piece)) for piece in pieces]
                 found = Output(torch.cat([o.z for o in outputs]), torch.cat([o.logits for o in outputs]))
@@ -274,6 +279,12 @@ class Evaluator:
         return scores
 
 
+def anyone(client: ClientState, clients: Sequence[ClientState]) -> ClientState:
+    """Someone whom the federation does not know, in the place of a client: no memory, and the classes of all."""
+    counts = torch.stack([one.class_counts.to(client.class_counts.device) for one in clients]).sum(0)
+    return replace(client, memory={}, class_counts=counts)
+
+
 def _accuracy_rows(blank: Row, answers: Sequence[_Answers], private: bool) -> Iterator[Row]:
     for answer in answers:
         if answer.test.split == "out" or not answer.correct:
@@ -291,8 +302,13 @@ def _accuracy_rows(blank: Row, answers: Sequence[_Answers], private: bool) -> It
             yield replace(base, metric="accuracy_generic", scope="pooled", value=value, weight=len(everyone))
 
 
-def _detection_rows(blank: Row, answers: Sequence[_Answers]) -> Iterator[Row]:
-    """Per detector: AUROC, FPR95 and AUPR against each OUT set, and the joint view of Eq. 1 and 2."""
+def _detection_rows(
+    blank: Row, answers: Sequence[_Answers], generic_clean: Mapping[str, Mapping[int, Tensor]] | None
+) -> Iterator[Row]:
+    """Per detector: AUROC, FPR95 and AUPR against each OUT set, and the joint view of Eq. 1 and 2.
+
+    `generic_clean` are the scores of IN by the model without a private part, where an unseen domain is tested by it.
+    """
     clean = next((answer for answer in answers if answer.test.split == "in"), None)
     if clean is None or not clean.correct:
         return
@@ -305,7 +321,16 @@ def _detection_rows(blank: Row, answers: Sequence[_Answers]) -> Iterator[Row]:
         taus = {client: threshold_at_tpr(values) for client, values in inside.items()}
         tau = threshold_at_tpr(torch.cat(list(inside.values())))
         for answer in (clean, *shifted):
-            yield from _acceptance_rows(_about(base, answer.test), answer, detector, taus, tau)
+            if answer.test.unseen and generic_clean is not None:
+                known_in = generic_clean[detector]
+                own_taus = {client: threshold_at_tpr(values) for client, values in known_in.items()}
+                yield from _acceptance_rows(
+                    _about(base, answer.test), answer, detector, own_taus, threshold_at_tpr(_pool(known_in))
+                )
+            else:
+                yield from _acceptance_rows(_about(base, answer.test), answer, detector, taus, tau)
+        # Scores of two models have no common scale.
+        comparable = [answer for answer in shifted if not answer.test.unseen or generic_clean is None]
         for answer in answers:
             outside = {client: values for client, values in answer.scores[detector].items() if client in inside}
             if answer.test.split != "out" or not outside:
@@ -315,10 +340,10 @@ def _detection_rows(blank: Row, answers: Sequence[_Answers]) -> Iterator[Row]:
             for metric, function in (("auroc", auroc), ("fpr95", fpr_at_tpr), ("aupr", aupr)):
                 values = {client: function(inside[client], out) for client, out in outside.items()}
                 yield from _scoped(replace(about, metric=metric), values, sizes, function(pooled_in, pooled_out))
-            if shifted:
+            if comparable:
                 known = {
                     client: torch.cat(
-                        [inside[client], *(a.scores[detector][client] for a in shifted if client in a.correct)]
+                        [inside[client], *(a.scores[detector][client] for a in comparable if client in a.correct)]
                     )
                     for client in inside
                 }
@@ -327,17 +352,24 @@ def _detection_rows(blank: Row, answers: Sequence[_Answers]) -> Iterator[Row]:
 
 
 def _calibrated_rows(
-    blank: Row, answers: Sequence[_Answers], calibration: Mapping[str, Mapping[int, Tensor]]
+    blank: Row,
+    answers: Sequence[_Answers],
+    calibration: Mapping[str, Mapping[int, Tensor]],
+    generic: Mapping[str, Mapping[int, Tensor]],
 ) -> Iterator[Row]:
-    """The share rejected at a client's own threshold, which no test image had a part in; pooled: at everyone's."""
-    for detector, aside in calibration.items():
+    """The share rejected at a client's own threshold, which no test image had a part in; pooled: at everyone's.
+
+    On an unseen domain both the scores and the thresholds are those of the model without a private part.
+    """
+    for detector, own in calibration.items():
         found = [part for answer in answers for part in answer.scores[detector].values()]
-        if not aside or any(bool(part.isnan().any()) for part in (*aside.values(), *found)):
+        sets = {False: own, True: generic[detector]}
+        if not own or any(bool(part.isnan().any()) for part in (*own.values(), *sets[True].values(), *found)):
             continue
-        tau = threshold_at_tpr(_pool(aside))
-        taus = {client: threshold_at_tpr(values) for client, values in aside.items()}
         for answer in answers:
-            scores = answer.scores[detector]
+            scores, aside = answer.scores[detector], sets[answer.test.unseen]
+            tau = threshold_at_tpr(_pool(aside))
+            taus = {client: threshold_at_tpr(values) for client, values in aside.items()}
             rejected = {client: values > taus.get(client, tau) for client, values in scores.items()}
             if rejected:
                 yield from _scoped(

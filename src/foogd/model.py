@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 MODEL = "model"  # the folder within that of the run
-TENSORS, ABOUT = "model.safetensors", "model.json"
+ABOUT = "model.json"
+KEYS = {"round", "clients", "shape", "classes", "mean", "std", "detectors", "file", "sha256"}
 PREFERRED = ("score_norm", "energy", "msp")  # the detector that a verdict rests on, where nobody chooses one
 
 
@@ -96,7 +97,12 @@ class Model:
         self.shape: tuple[int, int, int] = tuple(about["shape"])
         self.clients: int = about["clients"]
         self.round: int = about["round"]
-        self._tensors = {name: value.to(device) for name, value in tensors.items()}
+        self._tensors = {name: value.to(device) for name, value in tensors.items() if not name.startswith("client.")}
+        own_tensors: dict[int, dict[str, Tensor]] = {client: {} for client in range(self.clients)}
+        for name, value in tensors.items():
+            if name.startswith("client."):
+                _, number, rest = name.split(".", 2)
+                own_tensors[int(number)][rest] = value.to(device)
         self._nets = build_nets(method, _Task(self.shape, len(self.classes)), config).to(device)
         layout = Layout.of(self._nets, method.private_names(self._nets).__contains__, method.frozen)
         shared, self._personal, _ = layout.pack(self._nets)
@@ -108,25 +114,36 @@ class Model:
                 raise InputError(f"{folder} does not fit its configuration: {name} is {found}, {wanted} is needed")
             row.copy_(saved)
         layout.bind(self._nets, shared, self._personal, frozen)
-        layout.load_integers(self._nets, self._below("integers."))
+        layout.load_integers(self._nets, _below(self._tensors, "integers."))
         self._nets.eval().requires_grad_(False)
-        self._extra = self._below("extra.")
+        self._extra = _below(self._tensors, "extra.")
         self._mean = torch.tensor(about["mean"], device=device).view(1, -1, 1, 1)
         self._std = torch.tensor(about["std"], device=device).view(1, -1, 1, 1)
         self._names: list[str] = about["detectors"]
-        fresh = {name: resolve_detector(name) for name in self._names}
-        common = {n: self._fitted(d, f"detector.{self._names.index(n)}.") for n, d in fresh.items() if not d.local}
+        self._broken: dict[str, str] = {}
+        fresh: dict[str, Detector] = {}
+        for name in self._names:
+            try:
+                fresh[name] = resolve_detector(name)
+            except InputError as error:  # a file of the user's own that is not here: all others still work
+                self._broken[name] = str(error)
+        places = {name: self._names.index(name) for name in fresh}
+        common = {
+            name: _fitted(detector, _below(self._tensors, f"detector.{places[name]}."))
+            for name, detector in fresh.items()
+            if not detector.local
+        }
         self._of: dict[int | None, _Client] = {}
-        for client in range(self.clients):
-            own = {
-                n: self._fitted(d, f"client.{client}.detector.{self._names.index(n)}.")
-                for n, d in fresh.items()
-                if d.local and self._below(f"client.{client}.detector.{self._names.index(n)}.")
-            }
+        for client, mine in own_tensors.items():
+            own = {}
+            for name, detector in fresh.items():
+                sums = _below(mine, f"detector.{places[name]}.")
+                if detector.local and sums:
+                    own[name] = _fitted(detector, sums)
             self._of[client] = _Client(
-                personal=self._tensors[f"client.{client}.personal"],
-                class_counts=self._tensors[f"client.{client}.class_counts"],
-                memory=self._below(f"client.{client}.memory."),
+                personal=mine["personal"],
+                class_counts=mine["class_counts"],
+                memory=_below(mine, "memory."),
                 detectors={**common, **own},
             )
         having = [own for own in self._of.values() if bool(own.class_counts.sum() > 0)]
@@ -172,10 +189,8 @@ class Model:
 
         Images of another size are resized as in training. With `client` the client's private part answers.
         """
-        if client not in self._of:
-            raise InputError(f"client is {client!r}; this run has the clients 0 to {self.clients - 1}")
         name = self._named(detector, client)
-        own = self._of[client]
+        own = self._client(client)
         self._personal.copy_(own.personal)
         readout = self.method.readout(self._nets) if client is not None else self.method.generic_readout(self._nets)
         scorer = own.detectors[name].prepared(readout)
@@ -211,26 +226,28 @@ class Model:
             )
         return found
 
+    def _client(self, client: int | None) -> _Client:
+        if client not in self._of:
+            raise InputError(f"client is {client!r}; this run has the clients 0 to {self.clients - 1}")
+        return self._of[client]
+
     def _named(self, detector: str | None, client: int | None) -> str:
-        usable = [name for name in self._names if name in self._of[client].detectors]
+        usable = [name for name in self._names if name in self._client(client).detectors]
+        if detector in self._broken:
+            raise InputError(self._broken[detector])
+        if not usable:
+            found = ", ".join(self._names) or "none"
+            raise InputError(f"{self.folder} has no detector that can be used here without a client; it has {found}")
         if detector is None:
             return next((name for name in PREFERRED if name in usable), usable[0])
         if detector not in usable:
-            why = " without a client" if detector in self._names else ""
+            why = " without a client" if detector in self._names and client is None else ""
             raise InputError(f"detector {detector!r} is not possible{why}: this run has {', '.join(usable)}")
         return detector
 
     def _calibration(self, kind: str, detector: str) -> dict[int, Tensor]:
-        found = self._below(f"{kind}.{self._names.index(detector)}.")
+        found = _below(self._tensors, f"{kind}.{self._names.index(detector)}.")
         return {int(client): scores for client, scores in found.items()}
-
-    def _below(self, prefix: str) -> dict[str, Tensor]:
-        return {k.removeprefix(prefix): value for k, value in self._tensors.items() if k.startswith(prefix)}
-
-    def _fitted(self, detector: Detector, prefix: str) -> Detector:
-        for number in range(detector.passes):
-            detector = detector.fit(self._below(f"{prefix}{number}."))
-        return detector
 
     def _context(self, own: _Client, client: int | None) -> Context:
         return Context(
@@ -247,19 +264,31 @@ class Model:
         )
 
 
+def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _fitted(detector: Detector, sums: Mapping[str, Tensor]) -> Detector:
+    for number in range(detector.passes):
+        detector = detector.fit(_below(sums, f"{number}."))
+    return detector
+
+
 def as_images(images: Any, shape: tuple[int, int, int]) -> Tensor:
-    """uint8 N×H×W×C in the shape that a model takes, from arrays, tensors, or files."""
-    if isinstance(images, str | Path):
+    """uint8 N×H×W×C in the shape that a model takes, from arrays, tensors, pictures or files."""
+    if isinstance(images, str | Path) or type(images).__module__.startswith("PIL."):
         images = [images]
     if isinstance(images, Sequence):
         if not images:
             raise InputError("no images were given: at least one is needed")
         return torch.cat([_one(item, shape) for item in images])
-    stack = torch.as_tensor(np.asarray(images.cpu() if isinstance(images, Tensor) else images))
-    if stack.dtype != torch.uint8 or stack.ndim not in (3, 4):
-        raise InputError(
-            f"images are {tuple(stack.shape)} of {stack.dtype}: uint8 of shape N×H×W×C or N×H×W, or files, are allowed"
-        )
+    array = np.asarray(images.cpu() if isinstance(images, Tensor) else images)
+    if array.dtype != np.uint8 or array.ndim not in (3, 4):
+        found = f"{array.shape} of {array.dtype}" if array.dtype != object else type(images).__name__
+        raise InputError(f"images are {found}: uint8 of shape N×H×W×C or N×H×W, or files, are allowed")
+    if array.ndim == 3 and array.shape[-1] in (1, 3, 4):
+        raise InputError(f"images are {array.shape}: one image needs an axis for N, which is then 1")
+    stack = torch.as_tensor(array)
     return fit_to(ImageStore(stack, torch.zeros(len(stack), dtype=torch.int64)), shape).images
 
 
@@ -303,6 +332,24 @@ def _sums(prefix: str, passes: Sequence[Mapping[str, Tensor]]) -> Iterator[tuple
             yield f"{prefix}.{number}.{key}", value
 
 
+def read_about(folder: Path) -> tuple[dict[str, Any], bytes]:
+    """The description and the file of a run's model, whose checksum must be right."""
+    path = folder / MODEL / ABOUT
+    if not path.is_file():
+        raise InputError(f"{folder} has no model yet: finish the run with foogd run --resume")
+    try:
+        about = json.loads(path.read_text())
+        if not isinstance(about, dict) or not about.keys() >= KEYS:
+            raise ValueError("it is no object with " + ", ".join(sorted(KEYS)))
+        data = (path.parent / str(about["file"])).read_bytes()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{path} or the file that it names cannot be read: {reason}") from None
+    if hashlib.sha256(data).hexdigest() != about["sha256"]:
+        raise InputError(f"{path.parent / about['file']} is damaged: its checksum differs from the one in {ABOUT}")
+    return about, data
+
+
 def load(folder: str | Path, *, device: str = "cpu") -> Model:
     """The model of a finished run: `foogd.load("runs/a").predict(images)`."""
     from safetensors.torch import load as read_tensors
@@ -310,19 +357,10 @@ def load(folder: str | Path, *, device: str = "cpu") -> Model:
     from .settings import read_run_config
 
     place = Path(folder)
-    config, method = read_run_config(place / "config.toml") if (place / "config.toml").is_file() else (None, None)
-    if config is None or method is None:
+    if not (place / "config.toml").is_file():
         raise InputError(f"{folder} is not a run folder: it has no config.toml")
-    path = place / MODEL / ABOUT
-    if not path.is_file():
-        raise InputError(f"{folder} has no model yet: finish the run with foogd run --resume")
-    try:
-        about = json.loads(path.read_text())
-        data = (place / MODEL / about["file"]).read_bytes()
-        whole = hashlib.sha256(data).hexdigest() == about["sha256"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path.parent} cannot be read: {error}") from None
-    if not whole:
-        raise InputError(f"{path.parent / about['file']} is damaged: its checksum differs from the one in {ABOUT}")
-    config = replace(config, device=device)
-    return Model(place, config, method, about, read_tensors(data), resolve_device(device))
+    if device not in ("auto", "cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        raise InputError(f"device = {device!r} is not possible: use auto or cpu, or cuda where torch finds a GPU")
+    config, method = read_run_config(place / "config.toml")
+    about, data = read_about(place)
+    return Model(place, replace(config, device=device), method, about, read_tensors(data), resolve_device(device))

@@ -39,7 +39,8 @@ from .errors import InputError
 from .evaluate import Evaluation, Evaluator, Row
 from .methods import method_fields, method_settings
 from .methods.base import Method
-from .model import ABOUT, MODEL, TENSORS, model_tensors
+from .model import ABOUT, MODEL, model_tensors, read_about
+from .nets.precision import resolve_precision
 from .report import Report, Table
 from .simulate import RoundResult, RunState, initial_state, restore_state, simulate, state_tensors
 
@@ -75,7 +76,7 @@ class Run:
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         try:
             write_atomic(draft / CONFIG, to_toml(run.settings()).encode())
-            about = json.dumps(environment(resolve_device(config.device)), indent=2)
+            about = json.dumps(environment(resolve_device(config.device), run.precision), indent=2)
             write_atomic(draft / ENVIRONMENT, f"{about}\n".encode())
             draft.chmod(0o755)
             draft.rename(folder)
@@ -120,6 +121,13 @@ class Run:
         return make_engine(self.method, self.federation, self.config)
 
     @property
+    def precision(self) -> str:
+        """The precision of local steps here; `auto` depends on device and engine."""
+        device = resolve_device(self.config.device)
+        graphs = device.type == "cuda" and self.config.engine != "eager"
+        return resolve_precision(self.config.precision, device, graphs=graphs)
+
+    @property
     def fallback(self) -> str | None:
         """Why steps are not replayed as graphs although they could be, or None."""
         return self.engine.fallback if isinstance(self.engine, GraphEngine) else None
@@ -159,7 +167,11 @@ class Run:
         return self._has_model() and len(read_rounds(self.folder)) == saved[1] and bool(read_rows(self.folder))
 
     def _has_model(self) -> bool:
-        return (self.folder / MODEL / ABOUT).is_file()
+        try:
+            read_about(self.folder)
+        except InputError:
+            return False
+        return True
 
     def train(self) -> Iterator[RoundResult]:
         """Train what is left; after each round everything is on disk."""
@@ -492,6 +504,7 @@ def save_model(folder: Path, found: Evaluation, federation: Federation, config: 
 
     names = [name for name in config.detectors if name in found.fitted.names]
     data = save(model_tensors(found, names))
+    digest = hashlib.sha256(data).hexdigest()
     classes = federation.train.classes or tuple(str(c) for c in range(federation.num_classes))
     about = {
         "round": found.state.server.round,
@@ -502,11 +515,14 @@ def save_model(folder: Path, found: Evaluation, federation: Federation, config: 
         "mean": list(federation.mean),
         "std": list(federation.std),
         "detectors": names,
-        "file": TENSORS,
-        "sha256": hashlib.sha256(data).hexdigest(),
+        "file": f"model-{digest[:12]}.safetensors",
+        "sha256": digest,
     }
-    write_atomic(folder / MODEL / TENSORS, data)
+    write_atomic(folder / MODEL / str(about["file"]), data)
     write_atomic(folder / MODEL / ABOUT, f"{json.dumps(about, indent=2)}\n".encode())
+    for old in (folder / MODEL).glob("model-*.safetensors"):
+        if old.name != about["file"]:
+            old.unlink(missing_ok=True)
 
 
 def _checkpoint_name(round: int) -> str:
@@ -601,8 +617,8 @@ def _is_slice(entry: Any) -> bool:
     return all(type(size) is int for size in entry[2])
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """What a number was measured with: commit, versions, device."""
+def environment(device: torch.device, precision: str = "fp32") -> dict[str, Any]:
+    """What a number was measured with: commit, versions, device, precision of local steps."""
     packages = ("foogd", "torch", "numpy", "safetensors", "scikit-learn")
     versions = {}
     for name in packages:
@@ -617,6 +633,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "versions": {**versions, "torch": torch.__version__},
         "platform": platform.platform(),
         "device": str(device),
+        "precision": precision,
         "gpu": gpu,
         "cores": os.cpu_count(),
     }

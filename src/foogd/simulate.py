@@ -12,7 +12,8 @@ from torch import Tensor
 from .config import Config
 from .data.federation import Federation
 from .engine.aggregate import WeightedMean, private_refusal, refusal, survey_refusal
-from .engine.eager import EagerEngine, Engine
+from .engine.eager import Engine
+from .engine.graph import make_engine
 from .engine.rng import Streams, generator
 from .errors import InputError
 from .methods.base import Method
@@ -52,7 +53,7 @@ def simulate(
     """Train for `config.rounds` rounds, or for what is left of them from `start`; yields after each round."""
     if config.init and start is None:
         raise InputError(f"init = {config.init!r} is for the command line: give simulate a start (initial_state)")
-    engine = engine or EagerEngine(method, federation, config)
+    engine = engine or make_engine(method, federation, config)
     state = start or initial_state(engine)
     for round in range(state.server.round, config.rounds):
         result = run_round(engine, state, round)

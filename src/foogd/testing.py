@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from .data.synthetic import tiny_federation
 from .detect import Detector, FunctionDetector
 from .engine.batches import BatchMaker
 from .engine.eager import EagerEngine, build_nets
-from .engine.graph import CannotCapture, RoundlessContext
+from .engine.graph import CannotCapture, guarded
 from .engine.rng import Streams, generator
 from .errors import InputError
 from .evaluate import evaluate
@@ -117,8 +117,7 @@ def _check_meta(method: Method, federation: Federation, config: Config) -> None:
     constants = torch.empty(1, c, 1, 1, device="meta"), torch.empty(1, c, 1, 1, device="meta")
     for round, phase in _all_phases(method):
         ctx = Context(round, ROUNDS, phase.groups, class_counts, nets, server, {}, no_stream, *constants)
-        if not method.reads_round:
-            ctx = cast(Context, RoundlessContext(ctx))
+        ctx = guarded(ctx, reads_round=method.reads_round)
         try:
             x_hat = method.view(x, x, no_stream) if method.views == 2 else None
             y = torch.empty(b, dtype=torch.int64, device="meta")

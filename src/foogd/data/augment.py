@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -106,7 +106,7 @@ def _inverse_dft(spectrum: Tensor, height: int, width: int) -> Tensor:
     return image.real / (height * width)
 
 
-@lru_cache(maxsize=32)
+@cache  # a graph may still read what a smaller cache would drop
 def _waves(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The symmetric matrix exp(-2πi jk/n)."""
     k = torch.arange(n, dtype=torch.float64, device=device)

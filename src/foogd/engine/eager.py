@@ -88,7 +88,7 @@ class EagerEngine:
             torch.set_num_threads(config.threads)
         self.federation = federation.to(self.device) if fits(federation, self.device, config.resident) else federation
         self.precision = resolve_precision(config.precision, self.device, graphs=graphs)
-        self._nets = self.nets()
+        self._nets = self.training_nets()
         self.layout = Layout.of(self._nets, method.private_names(self._nets).__contains__, method.frozen)
         self._shared, self._personal, _ = self.layout.pack(self._nets)
         self._frozen = self.layout.pack_frozen(self._nets)
@@ -101,8 +101,12 @@ class EagerEngine:
         self.batches = BatchMaker.of(method, self.federation, config, self.device)
 
     def nets(self) -> Nets:
-        """A fresh, independent set of nets with the start weights of the run."""
-        nets = build_nets(self.method, self.federation, self.config).to(self.device)
+        """A fresh, independent set of nets with the start weights of the run, in float32: for tests and for use."""
+        return build_nets(self.method, self.federation, self.config).to(self.device)
+
+    def training_nets(self) -> Nets:
+        """The same in the precision of local steps."""
+        nets = self.nets()
         if self.precision == "bf16":
             in_bf16(nets["backbone"])
         return nets

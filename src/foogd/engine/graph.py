@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from ..nets.dropout import bind_dropout
 from ..types import ClientState, Context, Nets, Phase, ServerState, Survey, Update
 from .arena import SHARED, ServerNets, Slice
 from .batches import epoch_positions, steps_per_epoch
-from .eager import EagerEngine, local_step, momentum_of, resolve_device
+from .eager import EagerEngine, fits, local_step, momentum_of, resolve_device
 from .rng import derive_seed, generator
 
 if TYPE_CHECKING:
@@ -51,6 +51,10 @@ class SlotStreams:
     def become(self, *parts: int | str) -> None:
         """From now on the streams of (seed, round, client), from their start."""
         self._parts = parts
+        self.restart()
+
+    def restart(self) -> None:
+        """All streams from their start again, as if nothing had been drawn."""
         for purpose in self.streams:
             self._seed(purpose)
 
@@ -102,11 +106,11 @@ class Slot:
     """One place where a client can train while others do the same."""
 
     def __init__(self, engine: EagerEngine, arrangement: Arrangement, most_steps: int, most_samples: int) -> None:
-        self._engine, self.arrangement, device = engine, arrangement, engine.device
+        self._engine, device = engine, engine.device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         layout = engine.layout
-        self.nets = engine.nets()
+        self.nets = engine.training_nets()
         self.shared, self.personal, _ = layout.pack(self.nets)
         self.frozen = layout.pack_frozen(self.nets)
         layout.bind(self.nets, self.shared, self.personal, self.frozen)
@@ -128,7 +132,7 @@ class Slot:
         self.server: dict[str, Tensor] = {}
         self.memory: dict[str, Tensor] = {}
         self._places: dict[Hashable, Tensor] = {}
-        self._graphs: dict[Hashable, Captured] = {}
+        self._graphs: dict[Kind, Captured] = {}
 
     def on(self) -> AbstractContextManager[Any]:
         """What is launched inside goes to the slot's own stream."""
@@ -155,21 +159,38 @@ class Slot:
         """The values in tensors that stay where they are for good, as any graph of the slot may read them."""
         found = {}
         for name, value in values.items():
-            place = self._places.setdefault((part, name, value.shape, value.dtype), torch.empty_like(value))
-            found[name] = place.copy_(value)
+            key = (part, name, value.shape, value.dtype)
+            if key not in self._places:
+                self._places[key] = torch.empty_like(value)
+            found[name] = self._places[key].copy_(value)
         return found
 
     def captured(self, phase: Phase, ctx: Context) -> Captured:
         """The graph of a step of this phase; recorded where the slot has none that fits."""
-        method = self._engine.method
-        shapes = tuple((name, value.shape) for part in (self.server, self.memory) for name, value in part.items())
-        round = ctx.round if method.reads_round else None
-        key = (phase.groups, phase.received, shapes, round)
-        if key not in self._graphs:
-            kept = {k: found for k, found in self._graphs.items() if k[3] == round}  # type: ignore[index]
-            self._graphs = kept
-            self._graphs[key] = Captured(self._engine, self, phase, ctx)
-        return self._graphs[key]
+        round = ctx.round if self._engine.method.reads_round else None
+        kind = Kind(phase.groups, phase.received, signature(self.server), signature(self.memory), round)
+        if kind not in self._graphs:
+            self._graphs = {other: found for other, found in self._graphs.items() if other.round == round}
+            self._graphs[kind] = Captured(self._engine, self, phase, ctx)
+        return self._graphs[kind]
+
+
+Signature = tuple[tuple[str, torch.Size, torch.dtype], ...]
+
+
+def signature(values: Mapping[str, Tensor]) -> Signature:
+    """Names, shapes and types: what a graph that reads these values depends on besides the values."""
+    return tuple((name, value.shape, value.dtype) for name, value in values.items())
+
+
+class Kind(NamedTuple):
+    """What two local steps must have in common to be the same graph."""
+
+    groups: tuple[str, ...]
+    received: bool
+    server: Signature
+    memory: Signature
+    round: int | None  # None: the method does not read it
 
 
 @final
@@ -182,7 +203,7 @@ class Captured:
         self.totals = {group: torch.zeros((), device=engine.device) for group in phase.groups}
         kept = slot.shared.clone(), slot.personal.clone()
         counters = {name: counter.clone() for name, counter in slot.counters.items()}
-        seen = cast(Context, RoundlessContext(ctx)) if not engine.method.reads_round else ctx
+        seen = guarded(ctx, reads_round=engine.method.reads_round)
 
         def step() -> None:
             indices = slot.block.index_select(0, slot.step).view(-1)
@@ -194,9 +215,12 @@ class Captured:
 
         trial = torch.arange(slot.block.numel(), device=engine.device) % slot.samples
         slot.block.copy_(slot.own[trial].view_as(slot.block))
+        before = _global_states(engine.device)
         for _ in range(WARM_UP):
             slot.step.zero_()
             step()
+        if any(not torch.equal(old, new) for old, new in zip(before, _global_states(engine.device), strict=True)):
+            raise CannotCapture("its nets draw from torch's global generator, which slots would share")
         slot.step.zero_()
         self.replay: Callable[[], None] = step
         if engine.device.type == "cuda":
@@ -207,7 +231,8 @@ class Captured:
             with torch.cuda.graph(graph, pool=slot.pool, stream=slot.stream):
                 step()
             self.replay = graph.replay
-        # What the trial steps changed is put back.
+        # The trial steps leave no trace: a client whose turn it is goes on as if there had been none.
+        slot.rng.restart()
         slot.shared.copy_(kept[0])
         slot.personal.copy_(kept[1])
         for name, counter in slot.counters.items():
@@ -224,16 +249,33 @@ class Captured:
             optimiser.restart({k: v for k, v in kept.items() if k.startswith(f"{group}/")})
 
 
-class RoundlessContext:
-    """A context without its round: the graph that reads it is replayed in other rounds too."""
+class GuardedContext(Context):
+    """A context whose steps, and whose round unless the method says that it reads it, may not be looked at.
 
-    def __init__(self, ctx: Context) -> None:
-        self.__dict__.update({k: v for k, v in ctx.__dict__.items() if k != "round"})
+    They differ from client to client and from round to round, but a graph keeps what it saw when it was recorded.
+    """
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "round":
-            raise CannotCapture("its losses read ctx.round, but it does not say so (Method.reads_round)")
-        raise AttributeError(name)
+    guarded: frozenset[str]
+
+    def __getattribute__(self, name: str) -> Any:
+        values = object.__getattribute__(self, "__dict__")
+        if name in ("round", "steps") and name in values.get("guarded", ()):
+            hint = " (Method.reads_round)" if name == "round" else ""
+            raise CannotCapture(f"its losses read ctx.{name}, but it does not say so{hint}")
+        return object.__getattribute__(self, name)
+
+
+def guarded(ctx: Context, *, reads_round: bool) -> Context:
+    """The context as a step that is recorded may see it."""
+    copy = object.__new__(GuardedContext)
+    copy.__dict__.update(ctx.__dict__)
+    copy.__dict__["guarded"] = frozenset({"steps"} if reads_round else {"steps", "round"})
+    return copy
+
+
+def _global_states(device: torch.device) -> list[Tensor]:
+    """The states of torch's global generators."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 class CannotCapture(RuntimeError):
@@ -254,7 +296,8 @@ class GraphEngine:
         rehearse: bool = False,
     ) -> None:
         """With `rehearse` the same schedule runs without recording anything, on any device: for tests without a GPU."""
-        self.eager = EagerEngine(method, federation, config, graphs=True)
+        self.fallback = None if rehearse else why_not(federation, config)
+        self.eager = EagerEngine(method, federation, config, graphs=self.fallback is None)
         self.method, self.config, self.layout = method, config, self.eager.layout
         self.federation, self.device = self.eager.federation, self.eager.device
         self._slots: list[Slot] = []
@@ -262,7 +305,6 @@ class GraphEngine:
         if self.device.type == "cuda" and not torch.backends.cudnn.deterministic:
             torch.backends.cudnn.benchmark = True  # shapes never change, so the fastest kernels are found once
         self._arrangement = Arrangement(self.eager)
-        self.fallback = None if rehearse else why_not(self.eager)
 
     def nets(self) -> Nets:
         """A fresh, independent set of nets with the start weights of the run."""
@@ -286,11 +328,14 @@ class GraphEngine:
 
     def train(self, server: ServerState, clients: Sequence[ClientState], round: int) -> Iterator[Update]:
         """Local training of all clients; updates come in the order of `clients`."""
+        if not clients:  # all were refused before training
+            return
         if self.fallback is None:
             try:
                 self._prepare(server, clients, round)
             except CannotCapture as error:
                 self.fallback = str(error)
+                self._slots = []
         if self.fallback is not None:
             yield from self.eager.train(server, clients, round)
             return
@@ -310,12 +355,14 @@ class GraphEngine:
             self._slots.append(Slot(self.eager, self._arrangement, steps, most))
         row = self._arrangement.of(server.shared)
         self._synchronise()
+        kinds = {signature(client.memory): client for client in clients}  # a client may have no memory yet
         for slot in self._slots:
-            with slot.on():
-                ctx = slot.arrive(server, row, clients[0], round)
-                for phase in phases:
-                    if phase.epochs:
-                        self._capture(slot, phase, ctx)
+            for client in kinds.values():
+                with slot.on():
+                    ctx = slot.arrive(server, row, client, round)
+                    for phase in phases:
+                        if phase.epochs:
+                            self._capture(slot, phase, ctx)
         self._synchronise()
 
     def _synchronise(self) -> None:
@@ -367,7 +414,8 @@ class GraphEngine:
         for client in queue:
             with slot.on():
                 ctx = slot.arrive(server, row, client, round)
-                ctx = replace(ctx, steps=self.eager.steps(client, phases))
+                groups = phases[0].groups if phases else ()
+                ctx = replace(ctx, groups=groups, steps=self.eager.steps(client, phases))
             order = generator(self.config.seed, round, client.id, "order")
             totals: dict[str, Tensor] = {}
             for phase in phases:
@@ -413,11 +461,12 @@ class GraphEngine:
         return update
 
 
-def why_not(engine: EagerEngine) -> str | None:
+def why_not(federation: Federation, config: Config) -> str | None:
     """Why this run cannot be captured at all, or None."""
-    if engine.device.type != "cuda":
+    device = resolve_device(config.device)
+    if device.type != "cuda":
         return "graphs need a GPU"
-    if engine.federation.train.images.device.type != "cuda":
+    if not fits(federation, device, config.resident):
         return "the images stay on the host (resident)"
     return None
 
