@@ -100,5 +100,5 @@ def test_a_share_of_each_client_is_set_aside_and_repeats_with_the_seed():
         assert len(aside) == max(1, round(0.1 * len(own)))
     assert all(torch.equal(a, b) for a, b in zip(one.calibration_indices, again.calibration_indices, strict=True))
     assert any(not torch.equal(a, b) for a, b in zip(one.calibration_indices, other.calibration_indices, strict=True))
-    with pytest.raises(InputError, match="calibration is 1.0"):
+    with pytest.raises(InputError, match=r"calibration is 1\.0"):
         build(0, 1.0)

@@ -216,7 +216,7 @@ def test_without_steps_it_is_plain_evaluation(nets, images, federation, config):
 def test_a_step_a_batch_then_the_clean_images(tta, nets, images):
     """The rule with a copy of the nets and torch's SGD; what a batch has changed stays for the next."""
     before = {name: value.clone() for name, value in nets.state_dict().items()}
-    method = FedICON(tta=tta, tta_lr=0.05)
+    method = FedICON(tta=tta, tta_lr=0.05, test_batch=16)
     batches = images.split(16)
     found = answers(method, nets, context(nets, std=0.25, mean=0.5), batches)
 
@@ -239,31 +239,42 @@ def test_a_step_a_batch_then_the_clean_images(tta, nets, images):
         loss.backward()
         optimiser.step()
         z = own["backbone"](x)
-        assert torch.allclose(output.z, z, atol=1e-4)
         assert torch.allclose(output.logits, method.logits(own, z), atol=1e-3)
-        assert not torch.allclose(output.z, nets["backbone"](x), atol=1e-3)
+        assert not torch.allclose(z, nets["backbone"](x), atol=1e-3)
+        assert torch.equal(output.z, nets["backbone"](x))  # detectors see the features that they were fitted on
     assert all(torch.equal(value, before[name]) for name, value in nets.state_dict().items())
     assert not any(parameter.requires_grad for parameter in nets.parameters())
 
 
 def test_statistics_of_batch_normalisation_stay_as_they_were_trained(nets, images):
     for tta in ("simclr", "tent"):
-        (output,) = answers(FedICON(tta=tta, tta_lr=1e-12), nets, context(nets), [2 + images])
-        assert torch.allclose(output.z, nets["backbone"](2 + images), atol=1e-4)
+        method = FedICON(tta=tta, tta_lr=1e-12)
+        (output,) = answers(method, nets, context(nets), [2 + images])
+        assert torch.allclose(output.logits, method.logits(nets, nets["backbone"](2 + images)), atol=1e-4)
 
 
-def test_one_image_is_only_predicted(nets, images):
+def test_a_few_images_are_only_predicted(nets, images):
     for tta in ("simclr", "tent"):
-        one, two = answers(FedICON(tta=tta), nets, context(nets), [images[:1], images[1:2]])
-        assert torch.equal(one.z, nets["backbone"](images[:1]))
-        assert torch.equal(two.z, nets["backbone"](images[1:2]))
+        method = FedICON(tta=tta, tta_lr=0.05)
+        few, many = answers(method, nets, context(nets), [images[:31], images[:32]])
+        assert torch.equal(few.logits, method.logits(nets, nets["backbone"](images[:31])))
+        assert not torch.allclose(many.logits[:31], few.logits, atol=1e-3)
+
+
+def test_someone_unknown_has_no_private_classifier(nets, images):
+    nn.init.normal_(nets["personal_head"].weight)
+    for tta in ("none", "simclr", "tent"):
+        method = FedICON(tta=tta, tta_lr=1e-12)
+        (output,) = answers(method, nets, replace(context(nets), unknown=True), [images])
+        wanted = method.generic_logits(nets, nets["backbone"](images))
+        assert torch.allclose(output.logits, wanted, atol=1e-4), tta
 
 
 def test_episodes_forget_and_streams_do_not(nets, images):
     ctx = context(nets, rng=same_stream)
-    one, two = answers(FedICON(episodic=True, tta_lr=0.05), nets, ctx, [images, images])
+    one, two = answers(FedICON(episodic=True, tta_lr=0.05, test_batch=16), nets, ctx, [images, images])
     assert torch.equal(one.logits, two.logits)
-    carried = answers(FedICON(tta_lr=0.05), nets, ctx, [images, images])
+    carried = answers(FedICON(tta_lr=0.05, test_batch=16), nets, ctx, [images, images])
     assert torch.equal(carried[0].logits, one.logits)
     assert not torch.allclose(carried[1].logits, one.logits, atol=1e-3)
 

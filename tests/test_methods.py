@@ -34,6 +34,16 @@ def named(method, federation, config):
     return {**values, **state.server.integers}, [client.personal for client in state.clients]
 
 
+@pytest.mark.parametrize("base", ["fedln", "fedt3a", "fediir", "fedthe", "fedprox", "scaffold", "fedbn", "foster"])
+def test_foogd_without_its_terms_is_its_base_bit_for_bit(base, federation, config):
+    plain, private = named(make_method(base), federation, config)
+    neutral = {"lambda_a": 0.0, "ce_on": "ori", "score_width": 32, "steps": 2}
+    wrapped, kept = named(make_method(f"{base}+foogd", neutral), federation, config)
+    for name, value in plain.items():
+        assert torch.equal(value, wrapped[name]), name
+    assert all(torch.equal(one, two) for one, two in zip(private, kept, strict=True))
+
+
 # FedRoD
 
 

@@ -291,5 +291,5 @@ def test_a_missing_detector_of_your_own_spoils_only_itself(tmp_path):
     file.unlink()
     model = foogd.load(folder)
     assert len(model.predict(image)) == 1
-    with pytest.raises(InputError, match="mine.py"):
+    with pytest.raises(InputError, match=r"mine\.py"):
         model.predict(image, detector=f"{file}:norm")

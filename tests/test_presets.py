@@ -58,3 +58,9 @@ def test_partitions_of_the_papers_sizes(alpha, clients):
         wanted = torch.bincount(labels[own], minlength=10) / 5
         found = torch.bincount(torch.arange(10).repeat(1000)[mine], minlength=10)
         assert (wanted - found).abs().max() <= 1.5
+
+
+def test_what_the_paper_prints_for_one_data_set_stands_in_its_preset():
+    assert resolve(read_preset("pacs"), {"method": "fedt3a"})[1].filter == 50
+    assert resolve(read_preset("cifar10"), {"method": "fedt3a"})[1].filter == 100
+    assert resolve(read_preset("cifar100"), {"method": "fedatol"})[1].lambda_al == 5.0

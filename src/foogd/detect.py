@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .detector import Detector as Detector
 from .detector import energy as energy
+from .detector import linear_logits
 from .errors import InputError
 from .fitted import DICE, KNN, Gaussian, Mahalanobis, ReAct, ViM
 from .plugins import load_object
@@ -99,7 +100,7 @@ class GradNorm(Detector):
     paper: ClassVar[str] = "Huang et al. 2021"
 
     def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
-        p = torch.softmax(outputs.logits.double(), dim=1)
+        p = torch.softmax(linear_logits(outputs, readout).double(), dim=1)
         return -(p.shape[1] * p - 1).abs().sum(dim=1) * outputs.z.double().abs().sum(dim=1)
 
 

@@ -69,6 +69,11 @@ class Detector(ABC):
         """One score per image; larger = more OUT."""
 
 
+def linear_logits(outputs: Output, readout: Readout | None) -> Float[Tensor, "n classes"]:
+    """The head's own logits, also where a method adapts the output's: some scores hold for a linear head only."""
+    return outputs.logits if readout is None else readout.head(outputs.z)
+
+
 def energy(logits: Float[Tensor, "n classes"], temperature: float = 1.0) -> Float[Tensor, " n"]:
     """−T · logsumexp(g/T), in float64 (Liu et al. 2020)."""
     return -temperature * torch.logsumexp(logits.double() / temperature, dim=1)

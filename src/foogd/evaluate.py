@@ -13,7 +13,7 @@ from .config import Config
 from .data.federation import Federation, TestSet
 from .detect import Detector
 from .engine.eager import Engine
-from .engine.rng import Streams
+from .engine.rng import Streams, generator
 from .methods.base import Method
 from .metrics import aupr, auroc, fpr_at_tpr, threshold_at_tpr
 from .simulate import RunState
@@ -110,6 +110,10 @@ class Evaluator:
         """All rows of one state; tests without a sample of a client yield no row for it."""
         ready = self._engine.personalise(state.server, state.clients)  # trains, so gradients must be on
         state = replace(state, clients=tuple(ready))
+        if self._private and not self._method.neutral_start:
+            mean = mean_private(state.clients)
+            known = (c if c.trained else replace(c, personal=mean.clone()) for c in state.clients)
+            state = replace(state, clients=tuple(known))
         with torch.no_grad():
             self._load(state)
             self._prepared.clear()
@@ -145,10 +149,9 @@ class Evaluator:
         self._personal.copy_(client.personal)
 
     def _become_anyone(self, state: RunState) -> None:
-        """Private values of someone whom the federation does not know: the mean over the clients that have data."""
-        rows = [client.personal for client in state.clients if len(client.indices)]
-        if self._private and rows:
-            self._personal.copy_(torch.stack(rows).mean(0))
+        """Private values of someone whom the federation does not know: the mean over the clients that have trained."""
+        if self._private:
+            self._personal.copy_(mean_private(state.clients))
 
     def _context(self, state: RunState, client: ClientState, purpose: str, *, unseen: bool) -> Context:
         if unseen:
@@ -164,6 +167,7 @@ class Evaluator:
             rng=Streams(self._config.seed, state.server.round, client.id, purpose, device=self._shared.device),
             mean=self._mean,
             std=self._std,
+            unknown=unseen,
         )
 
     def _features(self, store: Any, indices: Tensor | None = None) -> Tensor:
@@ -196,9 +200,13 @@ class Evaluator:
             if streams:
                 ctx = self._context(state, client, test.key, unseen=test.unseen)
                 predict = self._method.predictor(self._nets, ctx)
-                pieces = torch.split(part, self._method.test_batch or self._config.eval_batch)
+                # Stores are often in the order of classes, and a stream of one class after the other is another task.
+                order = torch.randperm(len(part), generator=generator(self._config.seed, client.id, test.key, "stream"))
+                stream = part[order.to(part.device)]
+                pieces = torch.split(stream, self._method.test_batch or self._config.eval_batch)
                 outputs = [predict(self._images(test.store, piece)) for piece in pieces]
-                found = Output(torch.cat([o.z for o in outputs]), torch.cat([o.logits for o in outputs]))
+                back = torch.argsort(order).to(part.device)
+                found = Output(torch.cat([o.z for o in outputs])[back], torch.cat([o.logits for o in outputs])[back])
             elif shared is None or self._private:
                 z = self._features(test.store, part) if shared is None else shared.z[part]
                 found = Output(z, self._method.logits(self._nets, z))
@@ -250,7 +258,7 @@ class Evaluator:
             if test.split != "out":
                 labels = test.store.labels[part.to(test.store.labels.device)].to(part.device)
                 correct[client.id] = (output.logits.argmax(1) == labels).cpu()
-                if self._private:
+                if self._private and not self._private_features:  # those are not what a generic model would see
                     generic[client.id] = (self._method.generic_logits(self._nets, output.z).argmax(1) == labels).cpu()
             ask = self._method.generic_readout if test.unseen else self._method.readout
             readout: Readout = ask(self._nets)
@@ -279,6 +287,12 @@ class Evaluator:
         return scores
 
 
+def mean_private(clients: Sequence[ClientState]) -> Tensor:
+    """The mean of the private values of the clients that have trained; of all, where none has."""
+    rows = [client.personal for client in clients if client.trained] or [client.personal for client in clients]
+    return torch.stack(rows).mean(0)
+
+
 def anyone(client: ClientState, clients: Sequence[ClientState]) -> ClientState:
     """Someone whom the federation does not know, in the place of a client: no memory, and the classes of all."""
     counts = torch.stack([one.class_counts.to(client.class_counts.device) for one in clients]).sum(0)
@@ -296,7 +310,7 @@ def _accuracy_rows(blank: Row, answers: Sequence[_Answers], private: bool) -> It
             {client: len(right) for client, right in answer.correct.items()},
             float(torch.cat(list(answer.correct.values())).double().mean()),
         )
-        if private:
+        if private and answer.generic:
             everyone = torch.cat(list(answer.generic.values()))
             value = float(everyone.double().mean())
             yield replace(base, metric="accuracy_generic", scope="pooled", value=value, weight=len(everyone))

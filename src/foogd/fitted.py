@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from .detector import Detector, energy
+from .detector import Detector, energy, linear_logits
 from .errors import InputError
 from .types import Output, Readout
 
@@ -138,7 +138,7 @@ class ViM(Detector):
         shifted = outputs.z.detach().double() - space.origin
         return {
             "n": shifted.new_tensor(float(len(shifted))),
-            "max_logit": outputs.logits.detach().double().amax(dim=1).sum(),
+            "max_logit": linear_logits(outputs, readout).detach().double().amax(dim=1).sum(),
             "residual": (shifted @ space.residual).norm(dim=1).sum(),
             "length": shifted.norm(dim=1).sum(),
         }
@@ -166,7 +166,7 @@ class ViM(Detector):
     def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
         alpha, space = _ready(self, self.alpha), self._space(readout)
         residual = (outputs.z.double() - space.origin) @ space.residual
-        scores: Tensor = alpha * residual.norm(dim=1) + energy(outputs.logits)
+        scores: Tensor = alpha * residual.norm(dim=1) + energy(linear_logits(outputs, readout))
         return scores
 
 
@@ -254,7 +254,7 @@ class Gaussian(Detector):
     """
 
     description: ClassVar[str] = "minus the log density of one Gaussian on the features"
-    paper: ClassVar[str] = "Sehwag et al. 2021"
+    paper: ClassVar[str] = "after Sehwag et al. 2021"
     passes: ClassVar[int] = 1
 
     shrinkage: float = field(

@@ -21,10 +21,10 @@ from .engine.arena import Layout
 from .engine.eager import build_nets, resolve_device
 from .engine.rng import Streams
 from .errors import InputError
-from .evaluate import Evaluation
+from .evaluate import Evaluation, mean_private
 from .methods.base import Method
 from .metrics import threshold_at_tpr
-from .types import Context, Output
+from .types import Context
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -146,10 +146,9 @@ class Model:
                 memory=_below(mine, "memory."),
                 detectors={**common, **own},
             )
-        having = [own for own in self._of.values() if bool(own.class_counts.sum() > 0)]
         self._of[None] = _Client(
-            personal=torch.stack([own.personal for own in having]).mean(0),
-            class_counts=torch.stack([own.class_counts for own in having]).sum(0),
+            personal=self._tensors["personal"],
+            class_counts=torch.stack([own.class_counts for own in self._of.values()]).sum(0),
             memory={},
             detectors=common,
         )
@@ -200,8 +199,6 @@ class Model:
         for chunk in torch.split(as_images(images, self.shape), size):
             x = chunk.to(self.device).permute(0, 3, 1, 2).float() / 255
             output = predict((x - self._mean) / self._std)
-            if client is None and not self.method.adapts:
-                output = Output(output.z, self.method.generic_logits(self._nets, output.z))
             parts.append((output.logits.double().softmax(1).max(1), scorer(output, readout).double()))
         probability = torch.cat([best.values for best, _ in parts]).cpu()
         classes = torch.cat([best.indices for best, _ in parts]).cpu()
@@ -261,6 +258,7 @@ class Model:
             rng=Streams(self.config.seed, self.round, -1 if client is None else client, "predict", device=self.device),
             mean=self._mean,
             std=self._std,
+            unknown=client is None,
         )
 
 
@@ -309,7 +307,7 @@ def _one(item: Any, shape: tuple[int, int, int]) -> Tensor:
 def model_tensors(found: Evaluation, detectors: Sequence[str]) -> dict[str, Tensor]:
     """All that a model for use is made of, as named tensors."""
     server = found.state.server
-    tensors = {"shared": server.shared, "frozen": server.frozen}
+    tensors = {"shared": server.shared, "frozen": server.frozen, "personal": mean_private(found.state.clients)}
     tensors |= {f"extra.{name}": value for name, value in server.extra.items()}
     tensors |= {f"integers.{name}": value for name, value in server.integers.items()}
     for client in found.state.clients:

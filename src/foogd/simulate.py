@@ -165,6 +165,7 @@ def run_round(engine: Engine, state: RunState, round: int) -> RoundResult:
         reason = refusal(update, server) or private_refusal(clients[update.client])
         if reason is None:
             fold.add(update)
+            clients[update.client].trained = True
             # The row and the counters have gone into the fold; memory must not grow with the number of clients.
             counted.append(replace(update, shared=update.shared.new_empty(0), integers={}))
         else:
@@ -213,6 +214,7 @@ def state_tensors(state: RunState) -> dict[str, Tensor]:
         tensors["server.frozen"] = state.server.frozen
         tensors["server.frozen_round"] = torch.tensor(state.server.frozen_round)
         tensors["holds"] = torch.tensor([client.holds for client in state.clients])
+    tensors["trained"] = torch.tensor([client.trained for client in state.clients])
     for client in state.clients:
         tensors[f"client.{client.id}.personal"] = client.personal
         tensors |= {f"client.{client.id}.memory.{name}": value for name, value in client.memory.items()}
@@ -248,7 +250,9 @@ def restore_state(fresh: RunState, tensors: Mapping[str, Tensor], round: int) ->
         server = replace(server, frozen=frozen.to(shared.device), frozen_round=int(since))
         holds = tensors.get("holds", holds)
     clients = []
-    for client, held in zip(fresh.clients, holds.tolist(), strict=True):
+    # A checkpoint of before this was written down knows only that some have trained.
+    trained = tensors.get("trained", torch.ones(len(fresh.clients), dtype=torch.bool)).tolist()
+    for client, held, learnt in zip(fresh.clients, holds.tolist(), trained, strict=True):
         personal = tensors.get(f"client.{client.id}.personal")
         if personal is None or personal.shape != client.personal.shape:
             raise InputError(f"the checkpoint has no fitting private values of client {client.id}")
@@ -259,6 +263,7 @@ def restore_state(fresh: RunState, tensors: Mapping[str, Tensor], round: int) ->
                 memory=below(f"client.{client.id}.memory."),
                 optimiser=below(f"client.{client.id}.optimiser."),
                 holds=held,
+                trained=bool(learnt),
             )
         )
     return RunState(server, tuple(clients))

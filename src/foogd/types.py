@@ -29,6 +29,7 @@ class Batch(NamedTuple):
     z_hat: Float[Tensor, "b d"] | None = None
     x_more: Float[Tensor, "m c h w"] | None = None  # images that the method itself adds (`Method.extend`)
     z_more: Float[Tensor, "m d"] | None = None
+    x_plain: Float[Tensor, "b c h w"] | None = None  # the images behind x, where x is a view of the method's own
 
     @property
     def features(self) -> Float[Tensor, "b d"]:
@@ -118,6 +119,7 @@ class Context:
     std: Float[Tensor, "1 c 1 1"] = field(default_factory=lambda: torch.ones(1, 1, 1, 1))
     optimiser: Optimiser = field(default_factory=lambda: Optimiser(lr=0.1))  # the run's; see `Method.optimiser`
     steps: Mapping[str, int] = field(default_factory=dict)  # local steps of each group in this participation
+    unknown: bool = False  # in a test: someone whom the federation does not know, who has no private part
 
 
 @dataclass(frozen=True)
@@ -165,3 +167,4 @@ class ClientState:
     memory: dict[str, Tensor] = field(default_factory=dict)
     optimiser: dict[str, Tensor] = field(default_factory=dict)  # momentum, where a run keeps it between rounds
     holds: int = -1  # `frozen_round` of the frozen nets that it was sent; -1: none yet
+    trained: bool = False  # whether an update of it has counted: before, its private values are those of the start

@@ -61,7 +61,8 @@ class BatchMaker:
             size = len(own) if count is None else count
             pick = (share * size).long().clamp(max=size - 1)
             x_hat = (self.method.view(images, self._images(own[pick]), rng) - self.mean) / self.std
-        return Batch((x - self.mean) / self.std, self._labels(indices), x_hat)
+        batch = Batch((x - self.mean) / self.std, self._labels(indices), x_hat)
+        return batch._replace(x_plain=(images - self.mean) / self.std) if self.method.own_first_view else batch
 
     def plain(self, indices: Tensor) -> Batch:
         """The batch at `indices` without augmentation."""

@@ -96,6 +96,16 @@ class Method(ABC):
         """The parameters and buffers that stay on their client; where names do not tell, the nets do."""
         return frozenset(name for name in nets.state_dict() if self.personal(name))
 
+    @property
+    def neutral_start(self) -> bool:
+        """Whether a client can be tested with private values that never trained; else it gets the mean of others'."""
+        return True
+
+    @property
+    def own_first_view(self) -> bool:
+        """Whether the first view is more than the images: where a method has a `first_view` of its own."""
+        return type(self).first_view is not Method.first_view
+
     def weight(self, default: float) -> float:
         """The weight of a client in the mean; `default` is the run's, its number of samples as a rule."""
         return default
@@ -197,9 +207,11 @@ class Method(ABC):
     def predictor(self, nets: Nets, ctx: Context) -> Callable[[Tensor], Output]:
         """A function from normalised images to features and logits; state for test-time adaptation lives in it."""
 
+        classify = self.generic_logits if ctx.unknown else self.logits
+
         def predict(x: Tensor) -> Output:
             z = nets["backbone"](x)
-            return Output(z, self.logits(nets, z))
+            return Output(z, classify(nets, z))
 
         return predict
 

@@ -28,6 +28,10 @@ class FedBN(Method):
     travels: ClassVar[str] = "the model without batch normalisation, both ways"
     keeps: ClassVar[str] = "its batch normalisation: weights and statistics"
 
+    @property
+    def neutral_start(self) -> bool:
+        return False  # statistics of nothing
+
     def private_names(self, nets: Nets) -> frozenset[str]:
         return frozenset(
             name

@@ -18,6 +18,8 @@ from ..functional import entropy, simclr, supcon
 from ..types import Batch, Context, Nets, Optimiser, Output, Phase, Readout, Rng
 from .base import Method, joined_readout, linear_head, linear_readout
 
+FEWEST = 32  # test images of a step, but for a smaller `test_batch`; fewer are only predicted
+
 
 @final
 @dataclass(frozen=True)
@@ -137,14 +139,17 @@ class FedICON(Method):
         start = [parameter.detach().clone() for parameter in parameters]
         optimiser = torch.optim.SGD(parameters, lr=self.tta_lr)
 
+        classify = self.generic_logits if ctx.unknown else self.logits
+
         def predict(x: Tensor) -> Output:
-            if len(x) > 1:  # one image has nothing to be contrasted with
+            if len(x) >= min(FEWEST, self.test_batch):
                 with torch.enable_grad():
                     self.test_loss(own, x, ctx).backward()  # type: ignore[no-untyped-call]
                 optimiser.step()
                 optimiser.zero_grad()
-            z = own["backbone"](x)
-            output = Output(z, self.logits(own, z))
+            # Features are those of the body as it was trained: along a stream adapted ones drift away from all that
+            # detectors were fitted on, and a long stream would look like OUT by its length alone.
+            output = Output(nets["backbone"](x), classify(own, own["backbone"](x)))
             if self.episodic:
                 for parameter, value in zip(parameters, start, strict=True):
                     parameter.data.copy_(value)
@@ -167,7 +172,8 @@ class FedICON(Method):
     def test_loss(self, nets: Nets, x: Tensor, ctx: Context) -> Tensor:
         """What a step on a test batch lowers: the contrast of two views of each image, or the entropy."""
         if self.tta == "tent":
-            return entropy(self.logits(nets, nets["backbone"](x))).mean()
+            classify = self.generic_logits if ctx.unknown else self.logits
+            return entropy(classify(nets, nets["backbone"](x))).mean()
         images = (x * ctx.std + ctx.mean).clamp(0, 1)
         views = torch.cat([self.first_view(images, ctx.rng), self.view(images, images, ctx.rng)])
         z, z_hat = nets["backbone"]((views - ctx.mean) / ctx.std).chunk(2)

@@ -22,7 +22,8 @@ class FedIIR(Method):
 
     L = CE + penalty·‖g_k − ḡ‖² with g_k the gradient of CE for the head's weight and bias. Each round starts with a
     survey: the clients send the sum of g_k over their batches at the received weights, and how many there were; the
-    server divides the sums by the count of all and sets ḡ ← ema·ḡ + (1 − ema)·mean, with ḡ = 0 before round 1.
+    server divides the sums by the count of all and sets ḡ ← ema·ḡ + (1 − ema)·mean, with ḡ = 0 before round 1. The
+    survey sees images as they are; with two views g_k is over both, so that the penalty counts their difference too.
     """
 
     views: int = field(default=1, metadata={"choices": (1, 2), "help": "2: losses on the augmented view too"})
@@ -32,6 +33,10 @@ class FedIIR(Method):
     paper: ClassVar[str] = "Guo et al., ICML 2023"
     travels: ClassVar[str] = "the model both ways; the head's gradient and a count up, the mean gradient down"
     passes: ClassVar[str] = "one pass over the client's images before training, in an exchange of its own"
+
+    @property
+    def surveys(self) -> bool:
+        return self.penalty > 0
 
     def init_server(self, nets: Nets, rng: Rng) -> dict[str, Tensor]:
         return {"gradient": torch.zeros_like(flat_parameters(nets, ("head",)).detach())}

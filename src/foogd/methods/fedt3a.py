@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import normalize, one_hot
+from torch.nn.functional import normalize
 
 from ..functional import entropy
 from ..types import Batch, Context, Nets, Output
@@ -92,5 +92,5 @@ def surest(supports: Supports, *, limit: int, classes: int) -> Supports:
 
 def prototypes(supports: Supports, *, classes: int) -> Float[Tensor, "classes d"]:
     """c_j = v_j/‖v_j‖ with v_j = Σ u/‖u‖ over the supports of class j."""
-    member = one_hot(supports.label, classes).to(supports.u.dtype)
-    return normalize(member.T @ normalize(supports.u, dim=1), dim=1)
+    sums = supports.u.new_zeros(classes, supports.u.shape[1])
+    return normalize(sums.index_add_(0, supports.label, normalize(supports.u, dim=1)), dim=1)

@@ -123,7 +123,7 @@ class FedTHE(Method):
         return linear_readout(lambda z: self.generic_logits(nets, z), nets["head"])
 
     def predictor(self, nets: Nets, ctx: Context) -> Callable[[Tensor], Output]:
-        if not self.adapts:
+        if not self.adapts or ctx.unknown:  # with one head there is nothing to weigh
             return super().predictor(nets, ctx)
         everyone = ctx.server["feature"]
         own = ctx.memory.get("feature", everyone)  # a client that has never taken part knows only the mean

@@ -220,13 +220,19 @@ class FOOGD(Method):
         return dsm(lambda v: score(v, sigma), u, sigma=sigma, rng=rng("dsm"), power=self.anneal_power)
 
     def clean_features(self, nets: Nets, batch: Batch) -> Tensor:
-        """The features that the score network learns; by default of an eval pass, as detection will see them."""
-        if self.score_features == "train" or not nets["backbone"].training:
+        """The features that the score network learns; by default of an eval pass, as detection will see them.
+
+        Where the base makes a strong view of its own, they are those of the images behind it.
+        """
+        plain = batch.x_plain is not None
+        if not plain and (self.score_features == "train" or not nets["backbone"].training):
             return batch.features.detach()
+        training = nets["backbone"].training
         nets["backbone"].eval()
         with torch.no_grad():
-            z = self.base.embed(nets, Batch(batch.x, batch.y)).features
-        nets["backbone"].train()
+            x = batch.x if batch.x_plain is None else batch.x_plain
+            z = self.base.embed(nets, Batch(x, batch.y)).features
+        nets["backbone"].train(training)
         return z
 
     def score_of(self, nets: Nets) -> Score:
@@ -249,7 +255,7 @@ class FOOGD(Method):
     # The rest is the base method's.
     @property
     def surveys(self) -> bool:
-        return self.base.surveys
+        return self.base.surveys and self.train_base
 
     @property
     def adapts(self) -> bool:
@@ -286,6 +292,14 @@ class FOOGD(Method):
 
     def pretrain(self, nets: Nets, epoch: Callable[[], Iterable[Batch]], ctx: Context) -> None:
         self.base.pretrain(nets, epoch, ctx)
+
+    @property
+    def neutral_start(self) -> bool:
+        return self.base.neutral_start
+
+    @property
+    def own_first_view(self) -> bool:
+        return self.base.own_first_view
 
     def first_view(self, x: Tensor, rng: Rng) -> Tensor:
         return self.base.first_view(x, rng)

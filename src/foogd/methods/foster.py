@@ -35,10 +35,10 @@ class FOSTER(Method):
     Client: CE(h_k(f(x)), y) + beta·OE(h_k(z̃)), z̃ = G(ε, ỹ) with ỹ uniform over the classes that it lacks, without a
     gradient for G. Where it lacks none, and as long as nobody has trained G (in the first round), the loss is CE alone.
 
-    Server: f is averaged. The heads are uploaded too, and show the server which classes a client has. On their mean h̄
-    the server trains the generator, min CE(h̄(G(ε, y)), y) with ε ~ N(0, I) and y uniform over all classes, for as many
-    steps as the clients made on average (each uploads its count), with a new Adam each round. G and h̄ are sent down;
-    h̄ is also the head for someone who has no private one.
+    Server: f is averaged. The heads are uploaded too, and show the server which classes a client has. On the mean h̄ of
+    this round's heads the server trains the generator, min CE(h̄(G(ε, y)), y) with ε ~ N(0, I) and y uniform over all
+    classes, for as many steps as the clients made on average (each uploads its count), with a new Adam each round. G
+    and h̄ are sent down; h̄ is also the head for someone who has no private one.
 
     `select` keeps the least likely of many candidates a class. The paper's client keeps a queue of generated features
     behind their mean and covariance; here they are generated anew at each step, since the generator is known.
@@ -71,6 +71,10 @@ class FOSTER(Method):
     @property
     def frozen(self) -> frozenset[str]:
         return frozenset({"generic_head", "generator"})
+
+    @property
+    def neutral_start(self) -> bool:
+        return False  # a head that never learnt
 
     @property
     def disclosed(self) -> frozenset[str]:
@@ -156,7 +160,7 @@ class FOSTER(Method):
         return linear_readout(lambda z: self.generic_logits(nets, z), nets["generic_head"])
 
     def predictor(self, nets: Nets, ctx: Context) -> Callable[[Tensor], Output]:
-        if not self.restrict_to_local_classes:
+        if not self.restrict_to_local_classes or ctx.unknown:
             return super().predictor(nets, ctx)
         absent = ctx.class_counts <= 0  # not `external`: a class with a single image can be right
         absent = absent & ~absent.all()  # someone without training data may predict every class
