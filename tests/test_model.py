@@ -203,7 +203,7 @@ def test_without_images_set_aside_there_is_a_score_but_no_verdict(tmp_path, foog
     Image.fromarray(image[0]).save(tmp_path / "black.png")
     code, out, err = foogd_command("predict", folder, tmp_path / "black.png")
     assert code == 0
-    assert "black.png" in out.replace("\n", "")
+    assert "probability" in out
     assert "no verdict" in err
 
 
