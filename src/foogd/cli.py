@@ -136,7 +136,8 @@ def demo(
     short = report.only(SHOWN)
     matrices = [report.matrix(name, metric) for name in report.out_sets() for metric in ("auroc", "fpr95")]
     for table in (short.headline(), *matrices, short.joint(), report.headline(), report.headline("pooled")):
-        text += [f"({table.title})", "", table.markdown(), ""]
+        words = (0,) if table in matrices else (0, 1)
+        text += [f"({table.title})", "", table.markdown(words), ""]
     write_atomic(out / "table.md", "\n".join(text).encode())
     seconds = time.perf_counter() - began
     path = escape(str(out / "table.md"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import final
 
 from .evaluate import Row
@@ -51,6 +52,14 @@ class Report:
 
     rows: tuple[Row, ...]
 
+    @cached_property
+    def _index(self) -> dict[tuple[str, str, str, str, str | None], list[Row]]:
+        """The rows by what they are about: a table asks a thousand times, and rows are many."""
+        index: dict[tuple[str, str, str, str, str | None], list[Row]] = {}
+        for row in self.rows:
+            index.setdefault((row.method, row.metric, row.split, row.scope, row.detector), []).append(row)
+        return index
+
     @classmethod
     def of(cls, rows: Iterable[Row]) -> Report:
         return cls(tuple(rows))
@@ -84,9 +93,8 @@ class Report:
     ) -> list[float]:  # fmt: skip
         """One value a seed: the mean over the test sets that fit (all corruptions and severities of IN-C)."""
         by_seed: dict[int, list[float]] = {}
-        for row in self.rows:
-            about = (row.method, row.metric, row.split, row.scope, row.detector)
-            if about == (method, metric, split, scope, detector) and dataset in (None, row.dataset):
+        for row in self._index.get((method, metric, split, scope, detector), ()):
+            if dataset in (None, row.dataset):
                 by_seed.setdefault(row.seed, []).append(row.value)
         return [statistics.fmean(by_seed[seed]) for seed in sorted(by_seed)]
 
