@@ -27,7 +27,8 @@ def trained(method, federation, config=CONFIG):
 @pytest.mark.parametrize("name", ADAPTING)
 def test_more_images_of_the_same_kind_are_no_outliers(name):
     """An OUT set that is IN and far longer: a score that drifts along a stream would tell them apart."""
-    method = make_method(name, {"test_batch": 32})
+    # Steps on test batches that are large enough for a drift to show.
+    method = make_method(name, {"test_batch": 32, **({"tta_lr": 0.05} if name == "fedicon" else {})})
     base = tiny_federation(clients=3, per_client=150)
     inside = base.tests[0]
     [same] = out_tests([replace(inside.store, name="more of the same")], inside.store.shape, clients=3)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, dropout
 
 from foogd import Config, FedAvg, FedRoD, InputError, simulate
-from foogd.engine.aggregate import WeightedMean, refusal
+from foogd.engine.aggregate import Drift, WeightedMean, refusal
 from foogd.engine.batches import BatchMaker, epoch_positions
 from foogd.engine.eager import EagerEngine, build_nets
 from foogd.engine.rng import Streams, derive_seed, generator
@@ -115,6 +115,34 @@ def test_the_fold_keeps_no_row(federation, config, rng):
         del row
     gc.collect()
     assert [ref() for ref in alive] == [None] * 5
+
+
+def test_drift_is_the_distance_of_the_clients_from_their_mean(federation, config, rng):
+    layout = layout_of(federation, config, FedAvg())
+    start = 100 * torch.randn(layout.shared_size, generator=rng)  # far away: nothing may be lost to cancellation
+    rows = start + torch.randn(5, layout.shared_size, generator=rng)
+    weights = torch.tensor([3.0, 100.0, 1.0, 50.0, 7.0])
+    drift = Drift(layout, start)
+    for client, row in enumerate(rows):
+        drift.add(Update(client, float(weights[client]), row))
+    found = drift.finish()
+    assert set(found) == {"backbone", "head"}
+    share = (weights / weights.sum()).double()
+    mean = (share[:, None] * rows.double()).sum(0)
+    for net, value in found.items():
+        names = [n for n in layout.shared_names if n.startswith(f"{net}.") and ".running_" not in n]
+        places = torch.cat([torch.arange(layout.slices[n].offset, layout.slices[n].stop) for n in names])
+        wanted = (share * (rows.double() - mean)[:, places].square().sum(1)).sum().sqrt()
+        assert value == pytest.approx(float(wanted), rel=1e-5)
+
+
+def test_one_client_and_none_have_no_drift(federation, config, rng):
+    layout = layout_of(federation, config, FedAvg())
+    row = torch.randn(layout.shared_size, generator=rng)
+    alone = Drift(layout, torch.zeros_like(row))
+    assert alone.finish() == {}
+    alone.add(Update(0, 2.0, row))
+    assert alone.finish() == {"backbone": 0.0, "head": 0.0}
 
 
 def test_exact_pooling_joins_means_and_variances(federation, config, rng):

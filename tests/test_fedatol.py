@@ -1,6 +1,7 @@
 """FedATOL: generated images in local training, and the three ways to a generator."""
 
 import math
+import sys
 from dataclasses import replace
 from itertools import pairwise
 
@@ -304,6 +305,15 @@ def test_traffic_is_fedavgs_and_the_generator_once(few, config):
     assert [r.bytes_up for r in own] == [r.bytes_up for r in plain]
     assert own[0].bytes_down == plain[0].bytes_down + 3 * size
     assert own[1].bytes_down == plain[1].bytes_down
+
+
+def test_a_client_whose_update_was_refused_holds_the_generator_all_the_same(few, config, monkeypatch):
+    undisturbed = list(simulate(SMALL, few, config))
+    module = sys.modules["foogd.simulate"]  # the package has a function of the same name
+    monkeypatch.setattr(module, "refusal", lambda update, server: "no" if update.client == 1 else None)
+    refused = list(simulate(SMALL, few, config))
+    assert [set(r.refused) for r in refused] == [{1}] * len(refused)
+    assert [r.bytes_down for r in refused] == [r.bytes_down for r in undisturbed]
 
 
 # Generators that learn

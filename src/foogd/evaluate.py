@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, final
 
 import torch
@@ -48,14 +48,19 @@ class Row:
         return asdict(self)
 
 
+KEPT_FEATURES = 400  # samples of a test set whose features are kept, for pictures
+
+
 @dataclass(frozen=True)
-class _Answers:
-    """What each client's model says about its part of one test set."""
+class Answers:
+    """What each client's model says about its part of one test set, in the order of `test.indices`."""
 
     test: TestSet
-    correct: Mapping[int, Tensor]  # client → right or wrong, one a sample
+    correct: Mapping[int, Tensor]  # client → right or wrong, one a sample; empty for OUT
     generic: Mapping[int, Tensor]
     scores: Mapping[str, Mapping[int, Tensor]]  # detector → client → outlier scores
+    predictions: Mapping[int, Tensor] = field(default_factory=dict)  # client → predicted classes
+    features: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # client → positions, their features
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,7 @@ class Evaluation:
     fitted: Fitted
     calibration: Mapping[str, Mapping[int, Tensor]]  # detector → client → scores of the images that were set aside
     generic_calibration: Mapping[str, Mapping[int, Tensor]]  # the same by the model that has no private part
+    answers: Sequence[Answers] = ()  # of each test set, sample by sample
 
 
 @final
@@ -138,7 +144,7 @@ class Evaluator:
             *_detection_rows(blank, answers, generic_clean),
             *_calibrated_rows(blank, answers, calibration, generic),
         ]
-        return Evaluation(rows, state, fitted, calibration, generic)
+        return Evaluation(rows, state, fitted, calibration, generic, answers)
 
     def _load(self, state: RunState) -> None:
         self._shared.copy_(state.server.shared)
@@ -248,16 +254,20 @@ class Evaluator:
                 own[client.id][name] = mine
         return Fitted(common, own, sums, own_sums)
 
-    def _answers(self, test: TestSet, state: RunState, fitted: Fitted) -> _Answers:
-        correct, generic = {}, {}
+    def _answers(self, test: TestSet, state: RunState, fitted: Fitted) -> Answers:
+        correct, generic, predictions, features = {}, {}, {}, {}
+        kept = _kept_samples(test, self._config.seed)
         scores: dict[str, dict[int, Tensor]] = {name: {} for name in self._detectors if name in fitted.names}
         common: tuple[Tensor, dict[str, Tensor]] | None = None
         for client, part, output in self._outputs(test, state, adapt=True):
             if test.unseen and not self._method.adapts:  # nobody's private head was made for this domain
                 output = Output(output.z, self._method.generic_logits(self._nets, output.z))
+            predictions[client.id] = output.logits.argmax(1).cpu()
+            if len(kept[client.id]):
+                features[client.id] = kept[client.id], output.z[kept[client.id].to(output.z.device)].cpu()
             if test.split != "out":
                 labels = test.store.labels[part.to(test.store.labels.device)].to(part.device)
-                correct[client.id] = (output.logits.argmax(1) == labels).cpu()
+                correct[client.id] = predictions[client.id] == labels.cpu()
                 if self._private and not self._private_features:  # those are not what a generic model would see
                     generic[client.id] = (self._method.generic_logits(self._nets, output.z).argmax(1) == labels).cpu()
             ask = self._method.generic_readout if test.unseen else self._method.readout
@@ -272,7 +282,7 @@ class Evaluator:
             own = self._scores(fitted.own.get(client.id, {}), output, readout, client.id, test.unseen)
             for name, values in (found | own).items():
                 scores[name][client.id] = values
-        return _Answers(test, correct, generic, scores)
+        return Answers(test, correct, generic, scores, predictions, features)
 
     def _scores(
         self, detectors: Mapping[str, Detector], output: Output, readout: Readout, model: int, unseen: bool
@@ -287,6 +297,18 @@ class Evaluator:
         return scores
 
 
+def _kept_samples(test: TestSet, seed: int) -> list[Tensor]:
+    """For each client the positions in its part of the test set whose features are kept: its share of the budget."""
+    sizes = [len(part) for part in test.indices]
+    total = max(1, sum(sizes))
+    kept = []
+    for client, size in enumerate(sizes):
+        share = -(-size * min(KEPT_FEATURES, total) // total)
+        order = torch.randperm(size, generator=generator(seed, client, test.key, "kept"))
+        kept.append(order[:share].sort().values)
+    return kept
+
+
 def mean_private(clients: Sequence[ClientState]) -> Tensor:
     """The mean of the private values of the clients that have trained; of all, where none has."""
     rows = [client.personal for client in clients if client.trained] or [client.personal for client in clients]
@@ -299,7 +321,7 @@ def anyone(client: ClientState, clients: Sequence[ClientState]) -> ClientState:
     return replace(client, memory={}, class_counts=counts)
 
 
-def _accuracy_rows(blank: Row, answers: Sequence[_Answers], private: bool) -> Iterator[Row]:
+def _accuracy_rows(blank: Row, answers: Sequence[Answers], private: bool) -> Iterator[Row]:
     for answer in answers:
         if answer.test.split == "out" or not answer.correct:
             continue
@@ -317,7 +339,7 @@ def _accuracy_rows(blank: Row, answers: Sequence[_Answers], private: bool) -> It
 
 
 def _detection_rows(
-    blank: Row, answers: Sequence[_Answers], generic_clean: Mapping[str, Mapping[int, Tensor]] | None
+    blank: Row, answers: Sequence[Answers], generic_clean: Mapping[str, Mapping[int, Tensor]] | None
 ) -> Iterator[Row]:
     """Per detector: AUROC, FPR95 and AUPR against each OUT set, and the joint view of Eq. 1 and 2.
 
@@ -367,7 +389,7 @@ def _detection_rows(
 
 def _calibrated_rows(
     blank: Row,
-    answers: Sequence[_Answers],
+    answers: Sequence[Answers],
     calibration: Mapping[str, Mapping[int, Tensor]],
     generic: Mapping[str, Mapping[int, Tensor]],
 ) -> Iterator[Row]:
@@ -395,7 +417,7 @@ def _calibrated_rows(
 
 
 def _acceptance_rows(
-    about: Row, answer: _Answers, detector: str, taus: Mapping[int, float], tau: float
+    about: Row, answer: Answers, detector: str, taus: Mapping[int, float], tau: float
 ) -> Iterator[Row]:
     """The share rejected at tau (95 % of IN accepted) and the accuracy on what is accepted."""
     scores = answer.scores[detector]

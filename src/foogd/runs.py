@@ -360,7 +360,7 @@ def _section(title: str, table: Table) -> list[str]:
     return [f"## {title} ({table.title})", "", table.markdown(), ""]
 
 
-_ROUND_KEYS = {"round", "seconds", "losses", "participants", "refused", "bytes_up", "bytes_down"}
+_ROUND_KEYS = {"round", "seconds", "losses", "participants", "refused", "bytes_up", "bytes_down", "drift"}
 
 
 def _round_line(result: RoundResult) -> dict[str, Any]:
@@ -372,6 +372,7 @@ def _round_line(result: RoundResult) -> dict[str, Any]:
         "refused": {str(client): reason for client, reason in result.refused.items()},
         "bytes_up": result.bytes_up,
         "bytes_down": result.bytes_down,
+        "drift": dict(result.drift),
     }
 
 
@@ -443,7 +444,8 @@ def read_rounds(folder: Path) -> list[dict[str, Any]]:
     """The lines of rounds.jsonl, one a round from 1; [] where none were written yet."""
     lines = read_lines(folder / ROUNDS)
     for number, line in enumerate(lines, start=1):
-        if line.keys() != _ROUND_KEYS or line["round"] != number:
+        # Runs of before the drift was measured have no such key.
+        if line.keys() | {"drift"} != _ROUND_KEYS or line["round"] != number:
             raise InputError(f"{folder / ROUNDS} is damaged: line {number} is not the line of round {number}")
     return lines
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from .config import Config
 from .data.federation import Federation
-from .engine.aggregate import WeightedMean, private_refusal, refusal, survey_refusal
+from .engine.aggregate import Drift, WeightedMean, private_refusal, refusal, survey_refusal
 from .engine.eager import Engine
 from .engine.graph import make_engine
 from .engine.rng import Streams, generator
@@ -40,6 +40,7 @@ class RoundResult:
     seconds: float
     bytes_down: int
     bytes_up: int
+    drift: Mapping[str, float] = field(default_factory=dict)  # net → distance of the clients' models from their mean
 
 
 def simulate(
@@ -159,12 +160,14 @@ def run_round(engine: Engine, state: RunState, round: int) -> RoundResult:
             client.holds = server.frozen_round
 
     fold = WeightedMean(engine.layout, exact_bn=config.bn_pool == "exact")
+    drift = Drift(engine.layout, server.shared)
     counted: list[Update] = []
     for update in engine.train(server, [client for client in participants if client.id not in refused], round):
         bytes_up += _bytes(update.shared, *update.extra.values(), *update.integers.values())
         reason = refusal(update, server) or private_refusal(clients[update.client])
         if reason is None:
             fold.add(update)
+            drift.add(update)
             clients[update.client].trained = True
             # The row and the counters have gone into the fold; memory must not grow with the number of clients.
             counted.append(replace(update, shared=update.shared.new_empty(0), integers={}))
@@ -188,6 +191,7 @@ def run_round(engine: Engine, state: RunState, round: int) -> RoundResult:
         seconds=time.perf_counter() - began,
         bytes_down=bytes_down,
         bytes_up=bytes_up,
+        drift=drift.finish(),
     )
 
 

@@ -90,3 +90,42 @@ class WeightedMean:
             return replace(server, round=server.round + 1)
         row = self._layout.from_second_moments(self._mean) if self._exact_bn else self._mean
         return replace(server, shared=row, integers=self._integers, round=server.round + 1)
+
+
+@final
+class Drift:
+    """How far the clients' models lie from their weighted mean: sqrt(Σ p_k ‖w_k - w̄‖²), one number a net.
+
+    Statistics of batch normalisation are no weights and left out. Differences to the row that the clients started
+    from are summed, so memory does not grow with their number and nothing is lost to cancellation.
+    """
+
+    def __init__(self, layout: Layout, start: torch.Tensor) -> None:
+        self._start, self._weight = start, 0.0
+        self._mean = torch.zeros_like(start)
+        self._masks: dict[str, torch.Tensor] = {}
+        for name in layout.shared_names:
+            if not name.endswith((".running_mean", ".running_var")):
+                net, place = name.partition(".")[0], layout.slices[name]
+                mask = self._masks.setdefault(net, torch.zeros(len(start), dtype=torch.bool, device=start.device))
+                mask[place.offset : place.stop] = True
+        self._squares = {net: torch.zeros((), dtype=torch.float64, device=start.device) for net in self._masks}
+
+    def add(self, update: Update) -> None:
+        difference = update.shared - self._start
+        self._weight += update.weight
+        share = update.weight / self._weight
+        self._mean.lerp_(difference, share)
+        for net, square in self._square(difference).items():
+            self._squares[net] = torch.lerp(self._squares[net], square, share)
+
+    def finish(self) -> dict[str, float]:
+        """The distances; none where nothing was added."""
+        if not self._weight:
+            return {}
+        middle = self._square(self._mean)
+        return {net: math.sqrt(max(0.0, float(self._squares[net] - middle[net]))) for net in self._masks}
+
+    def _square(self, row: torch.Tensor) -> dict[str, torch.Tensor]:
+        squares = row.square()
+        return {net: squares.where(mask, 0.0).sum(dtype=torch.float64) for net, mask in self._masks.items()}

@@ -9,7 +9,7 @@ computed is the eager engine's `local_step`; results do not depend on the number
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, final
@@ -115,12 +115,12 @@ class Slot:
         self.frozen = layout.pack_frozen(self.nets)
         layout.bind(self.nets, self.shared, self.personal, self.frozen)
         arrangement.bind(self.nets, self.shared)
-        self.counters = layout.integer_buffers(self.nets)
+        self.counters, self.counter_row = in_one_row(layout.integer_buffers(self.nets))
         self.received = copy.deepcopy(self.nets).requires_grad_(False).eval()
         self.received_shared, self.received_personal = self.shared.clone(), self.personal.clone()
         layout.bind(self.received, self.received_shared, self.received_personal, self.frozen)
         arrangement.bind(self.received, self.received_shared)
-        self.received_counters = layout.integer_buffers(self.received)
+        _, self.received_counter_row = in_one_row(layout.integer_buffers(self.received))
         self.rng = SlotStreams(device)
         bind_dropout(self.nets, self.rng("dropout"))
         batch = engine.config.batch_size
@@ -138,16 +138,15 @@ class Slot:
         """What is launched inside goes to the slot's own stream."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
-    def arrive(self, server: ServerState, row: Tensor, client: ClientState, round: int) -> Context:
-        """The server's values (its `row` as it is arranged here) and the client's own, and what the client may know."""
-        self.shared.copy_(row)
+    def arrive(self, server: ServerState, sent: Sent, client: ClientState, round: int) -> Context:
+        """The server's values and the client's own, and what the client may know."""
+        self.shared.copy_(sent.row)
         self.frozen.copy_(server.frozen)
         self.personal.copy_(client.personal)
-        self.received_shared.copy_(row)
+        self.received_shared.copy_(sent.row)
         self.received_personal.copy_(client.personal)
-        for name, counter in self.counters.items():
-            counter.copy_(server.integers[name])
-            self.received_counters[name].copy_(server.integers[name])
+        self.counter_row.copy_(sent.counters)
+        self.received_counter_row.copy_(sent.counters)
         self.server, self.memory = self._keep("server", server.extra), self._keep("memory", client.memory)
         self.class_counts.copy_(client.class_counts)
         self.own[: len(client.indices)].copy_(client.indices)
@@ -173,6 +172,39 @@ class Slot:
             self._graphs = {other: found for other, found in self._graphs.items() if other.round == round}
             self._graphs[kind] = Captured(self._engine, self, phase, ctx)
         return self._graphs[kind]
+
+
+class Sent(NamedTuple):
+    """What the server sends to all clients of a round, as slots take it in: one copy each."""
+
+    row: Tensor  # in the order of a slot
+    counters: Tensor  # all integer buffers
+
+    @classmethod
+    def of(cls, server: ServerState, arrangement: Arrangement, names: Iterable[str]) -> Sent:
+        flat = [server.integers[name].reshape(-1).to(server.shared.device, torch.int64) for name in names]
+        counters = torch.cat(flat) if flat else torch.empty(0, dtype=torch.int64, device=server.shared.device)
+        return cls(arrangement.of(server.shared), counters)
+
+
+def in_one_row(buffers: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    """Integer buffers of nets as views of one row, so that all of them are copied at once: there may be hundreds."""
+    if any(buffer.dtype != torch.int64 for buffer in buffers.values()):
+        raise CannotCapture("it has integer buffers of another type than int64")
+    flat = [buffer.reshape(-1) for buffer in buffers.values()]
+    row = torch.cat(flat) if flat else torch.empty(0, dtype=torch.int64)
+    views, start = {}, 0
+    for name, buffer in buffers.items():
+        views[name] = row[start : start + buffer.numel()].view(buffer.shape)
+        buffer.data = views[name]
+        start += buffer.numel()
+    return views, row
+
+
+def views_of(row: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parts of a row of integer buffers by name."""
+    parts = torch.split(row, [value.numel() for value in like.values()]) if like else ()
+    return {name: part.view(value.shape) for (name, value), part in zip(like.items(), parts, strict=True)}
 
 
 Signature = tuple[tuple[str, torch.Size, torch.dtype], ...]
@@ -202,7 +234,7 @@ class Captured:
         self.optimisers = engine.optimisers(slot.nets, phase, {})
         self.totals = {group: torch.zeros((), device=engine.device) for group in phase.groups}
         kept = slot.shared.clone(), slot.personal.clone()
-        counters = {name: counter.clone() for name, counter in slot.counters.items()}
+        counters = slot.counter_row.clone()
         seen = guarded(ctx, reads_round=engine.method.reads_round)
 
         def step() -> None:
@@ -235,8 +267,7 @@ class Captured:
         slot.rng.restart()
         slot.shared.copy_(kept[0])
         slot.personal.copy_(kept[1])
-        for name, counter in slot.counters.items():
-            counter.copy_(counters[name])
+        slot.counter_row.copy_(counters)
 
     def begin(self, block: Int[Tensor, "steps b"], kept: Mapping[str, Tensor]) -> None:
         """Everything as at the first step of a phase, with these batches to come."""
@@ -353,13 +384,13 @@ class GraphEngine:
             self._slots = []
         for _ in range(len(self._slots), min(self._count, len(clients))):
             self._slots.append(Slot(self.eager, self._arrangement, steps, most))
-        row = self._arrangement.of(server.shared)
+        sent = Sent.of(server, self._arrangement, self.layout.integer_names)
         self._synchronise()
         kinds = {signature(client.memory): client for client in clients}  # a client may have no memory yet
         for slot in self._slots:
             for client in kinds.values():
                 with slot.on():
-                    ctx = slot.arrive(server, row, client, round)
+                    ctx = slot.arrive(server, sent, client, round)
                     for phase in phases:
                         if phase.epochs:
                             self._capture(slot, phase, ctx)
@@ -381,7 +412,7 @@ class GraphEngine:
 
     def _train_some(self, server: ServerState, clients: Sequence[ClientState], round: int) -> Iterator[Update]:
         """Clients onto slots, the longest first; one step of each slot in turn; one synchronisation at the end."""
-        row = self._arrangement.of(server.shared)
+        sent = Sent.of(server, self._arrangement, self.layout.integer_names)
         queues: list[list[ClientState]] = [[] for _ in self._slots]
         load = [0] * len(self._slots)
         for client in sorted(clients, key=lambda one: (-len(one.indices), one.id)):
@@ -393,7 +424,7 @@ class GraphEngine:
         for slot, queue in zip(self._slots, queues, strict=True):
             if slot.stream is not None:
                 slot.stream.wait_stream(torch.cuda.current_stream(self.device))
-            running.append(self._work(slot, server, row, queue, round, done))
+            running.append(self._work(slot, server, sent, queue, round, done))
         while running:
             running = [work for work in running if next(work, None) is not None]
         self._synchronise()
@@ -404,7 +435,7 @@ class GraphEngine:
         self,
         slot: Slot,
         server: ServerState,
-        row: Tensor,
+        sent: Sent,
         queue: Sequence[ClientState],
         round: int,
         done: dict[int, Callable[[], Update]],
@@ -413,7 +444,7 @@ class GraphEngine:
         phases = self.method.phases(round, self.config.rounds, self.config.local_epochs)
         for client in queue:
             with slot.on():
-                ctx = slot.arrive(server, row, client, round)
+                ctx = slot.arrive(server, sent, client, round)
                 groups = phases[0].groups if phases else ()
                 ctx = replace(ctx, groups=groups, steps=self.eager.steps(client, phases))
             order = generator(self.config.seed, round, client.id, "order")
@@ -452,10 +483,12 @@ class GraphEngine:
         client.memory = {name: value.clone() for name, value in memory.items()}
         client.personal = slot.personal.clone()
         shared = self._arrangement.back(slot.shared)
-        integers = {name: counter.clone() for name, counter in slot.counters.items()}
+        integers = views_of(slot.counter_row.clone(), slot.counters)
+        sums = torch.stack(list(totals.values())) if totals else None
 
         def update() -> Update:
-            losses = {group: float(total) / ctx.steps[group] for group, total in totals.items()}
+            found = sums.tolist() if sums is not None else ()
+            losses = {group: total / ctx.steps[group] for group, total in zip(totals, found, strict=True)}
             return Update(client.id, self.eager.weight(client), shared, extra, integers, losses)
 
         return update
