@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo demo-seeds test lint bench clean
+.PHONY: demo demo-seeds test test-deploy lint bench clean
 
 $(BIN)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +35,9 @@ test: $(BIN)/.dev           ## lint, type check, all tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2
+
+test-deploy: $(BIN)/.dev    ## servers and nodes of Flower as real processes on this machine, ports picked free; about 10 minutes
+	$(BIN)/pytest tests/deploy
 
 lint: $(BIN)/.dev
 	$(BIN)/ruff check .

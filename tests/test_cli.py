@@ -560,7 +560,7 @@ def test_bad_input_ends_in_one_sentence(refused, monkeypatch, words, found):
     Path("raises.py").write_text("1 / 0\n")
     line = refused(*words)
     for word in found:
-        assert word in line
+        assert word in line or f"'{word.upper()}'" in line  # some versions of typer shout the names of arguments
 
 
 def test_a_run_folder_that_exists_is_not_touched(refused, finished):

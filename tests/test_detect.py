@@ -32,6 +32,7 @@ from foogd.detect import (
     Mahalanobis,
     MaxLogit,
     ReAct,
+    ScoreEnergy,
     ScoreNorm,
     ViM,
     resolve_detector,
@@ -246,9 +247,10 @@ def test_score_norm_asks_for_its_noise_level() -> None:
 
 def test_detectors_say_whether_they_apply() -> None:
     plain = Readout(model().head)
-    assert {name for name, d in DETECTORS.items() if not d.applies(plain)} == {"score_norm", "dice", "vim"}
+    lacking = {name for name, detector in DETECTORS.items() if not detector.applies(plain)}
+    assert lacking == {"score_norm", "score_energy", "dice", "vim"}
     assert all(d.applies(model()) for d in DETECTORS.values())
-    heads = {"score_norm", "ash", "ash_p", "ash_s", "react", "dice", "vim"}
+    heads = {"score_norm", "score_energy", "ash", "ash_p", "ash_s", "react", "dice", "vim"}
     assert {name for name, d in DETECTORS.items() if not d.applies(None)} == heads
     for readout in (None, plain):
         with pytest.raises(InputError, match="score network"):
@@ -264,7 +266,7 @@ def test_detectors_say_whether_they_apply() -> None:
 def test_every_detector_describes_itself() -> None:
     assert list(DETECTORS) == [
         "msp", "max_logit", "energy", "ash", "ash_p", "ash_s", "react", "dice", "vim", "knn", "mahalanobis",
-        "gradnorm", "score_norm", "gaussian",
+        "gradnorm", "score_norm", "score_energy", "gaussian",
     ]  # fmt: skip
     for detector in DETECTORS.values():
         assert detector.description
@@ -308,10 +310,10 @@ def test_detectors_without_training_passes_need_no_fit() -> None:
 
 
 def linear(seed: int = 0) -> Readout:
-    """A linear head in float64 with all its weights."""
+    """A linear head in float64 with all its weights, and a score."""
     weight = torch.randn(CLASSES, D, generator=stream(seed), dtype=torch.float64) / 4
     bias = torch.randn(CLASSES, generator=stream(seed + 100), dtype=torch.float64)
-    return Readout(lambda z: z @ weight.T + bias, weight, bias)
+    return Readout(lambda z: z @ weight.T + bias, weight, bias, score=lambda z, sigma=None: 1 - z)
 
 
 def features(n: int, seed: int = 0, readout: Readout | None = None) -> tuple[Output, Tensor]:
@@ -391,7 +393,7 @@ def test_poor_training_features_give_finite_scores(detector: Detector, damage) -
     readout, (data, _), (test, _) = linear(), features(60), features(20, seed=1)
     for dtype in (torch.float32, torch.float64):
         z, weight, bias = damage(data.z).to(dtype), readout.weight.to(dtype), readout.bias.to(dtype)
-        head = Readout(lambda z, w=weight, b=bias: z @ w.T + b, weight, bias)
+        head = Readout(lambda z, w=weight, b=bias: z @ w.T + b, weight, bias, lambda z, sigma=None: 1 - z)
         y = torch.arange(len(z)) % (CLASSES - 1)  # nobody has the last class
         learnt, _ = totals(detector, [(Output(z, head.head(z)), y, head)])
         for scale in (0.0, 1.0, 1e4):
@@ -402,7 +404,7 @@ def test_poor_training_features_give_finite_scores(detector: Detector, damage) -
 @pytest.mark.parametrize("detector", learning_detectors(), ids=name_of)
 def test_a_model_that_has_diverged_scores_nan_and_does_not_stop_the_evaluation(detector: Detector) -> None:
     z, weight = torch.full((8, D), math.nan), torch.full((CLASSES, D), math.nan)
-    readout = Readout(lambda z: z @ weight.T, weight, weight[:, 0])
+    readout = Readout(lambda z: z @ weight.T, weight, weight[:, 0], lambda z, sigma=None: -z)
     data = Output(z, readout.head(z))
     learnt, _ = totals(detector, [(data, torch.zeros(8, dtype=torch.long), readout)])
     assert learnt(data, readout).isnan().all()
@@ -469,6 +471,20 @@ def test_vim_is_the_residual_and_the_energy(share: float) -> None:
     (data, labels), (test, _), readout = features(300), features(50, seed=1), linear()
     vim, _ = totals(ViM(share), [(data, labels, readout)])
     np.testing.assert_allclose(vim(test, readout).numpy(), brute_force_vim(data, test, readout, share), rtol=1e-9)
+
+
+def test_score_energy_joins_the_norm_of_the_score_with_the_energy() -> None:
+    (data, labels), (test, _) = features(300), features(50, seed=1)
+    readout = replace(linear(), score=lambda z, sigma=None: 3 * z if sigma is None else z / sigma)
+    joined, _ = totals(ScoreEnergy(), [(data, labels, readout)])
+    norms, tops = 3 * data.z.numpy(), data.logits.numpy().max(1)
+    alpha = abs(tops.mean()) / np.linalg.norm(norms, axis=1).mean()
+    wanted = alpha * 3 * np.linalg.norm(test.z.numpy(), axis=1) - np.log(np.exp(test.logits.numpy()).sum(1))
+    np.testing.assert_allclose(joined(test, readout).numpy(), wanted, rtol=1e-9)
+    level, _ = totals(ScoreEnergy(sigma=0.5), [(data, labels, readout)])  # the scale of a score does not matter
+    np.testing.assert_allclose(level(test, readout).numpy(), wanted, rtol=1e-9)
+    with pytest.raises(InputError, match="score network"):
+        joined(test, replace(linear(), score=None))
 
 
 def test_vim_has_no_residual_in_the_principal_space() -> None:

@@ -234,7 +234,7 @@ def test_terms_of_weight_zero_are_left_out(lambda_m, drawn, federation, config):
         asked.add(purpose)
         return ctx.rng(purpose)
 
-    loss = method.sm3d(nets["score"], nets["score"].scale(batch.z.detach()), replace(ctx, rng=rng))
+    loss = method.sm3d(nets["score"], nets["score"].scale(batch.z.detach()), batch.y, replace(ctx, rng=rng))
     assert asked == drawn
     assert torch.isfinite(loss)
 
@@ -243,7 +243,7 @@ def test_the_score_loss_mixes_its_two_terms(federation, config):
     def loss(lambda_m):
         method = FOOGD(lambda_m=lambda_m)
         nets, batch, ctx = made(method, federation, config)
-        return float(method.sm3d(nets["score"], nets["score"].scale(batch.z.detach()), ctx).detach())
+        return float(method.sm3d(nets["score"], nets["score"].scale(batch.z.detach()), batch.y, ctx).detach())
 
     assert loss(0.3) == pytest.approx(0.7 * loss(0.0) + 0.3 * loss(1.0), rel=1e-5)
 
@@ -271,7 +271,7 @@ def test_sm3d_learns_the_score_of_a_gaussian():
     rng = Streams(0)
     for _ in range(1500):
         u = torch.randn(256, 2, generator=rng("data"))
-        loss = method.denoising(score, u, rng)
+        loss = method.denoising(score, u, torch.zeros(len(u), dtype=torch.int64), rng)
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from foogd.engine.rng import generator
 from foogd.errors import InputError
-from foogd.nets import BACKBONES, ResNet18, ScoreNet, SmallCNN, WideResNet, frozen, make_backbone
+from foogd.nets import BACKBONES, MixtureScore, ResNet18, ScoreNet, SmallCNN, WideResNet, frozen, make_backbone
 from foogd.nets.dropout import Dropout, bind_dropout, own_dropout
 
 SHAPE = (3, 16, 16)
@@ -416,3 +416,55 @@ def test_a_tuple_of_features_is_refused() -> None:
 
     with pytest.raises(InputError, match="tuple"):
         make_backbone(Pair, SHAPE, generator(3))
+
+
+# The score of a mixture
+
+
+def mixture(classes: int = 4, width: int = 6) -> MixtureScore:
+    score = MixtureScore(width, classes)
+    with torch.no_grad():
+        score.mean.copy_(2 * torch.randn(classes, width, generator=generator(1)))
+        score.log_var.copy_(0.5 * torch.randn(classes, width, generator=generator(2)))
+    return score
+
+
+@pytest.mark.parametrize("sigma", [0.0, 0.3, 2.0])
+def test_the_mixture_score_is_the_gradient_of_its_log_density(sigma: float) -> None:
+    score = mixture()
+    u = (2 * torch.randn(9, 6, generator=generator(3))).requires_grad_()
+    parts = [
+        torch.distributions.Independent(
+            torch.distributions.Normal(mean, (log_var.exp() + sigma**2).sqrt()), 1
+        ).log_prob(u)
+        for mean, log_var in zip(score.mean.detach(), score.log_var.detach(), strict=True)
+    ]
+    (wanted,) = torch.autograd.grad(torch.logsumexp(torch.stack(parts), 0).sum(), u)
+    assert torch.allclose(score(u.detach(), sigma), wanted, atol=1e-4)
+    assert torch.allclose(score(u.detach(), torch.full((9,), sigma)), wanted, atol=1e-4)
+
+
+def test_the_score_given_a_class_is_that_of_its_gaussian() -> None:
+    score, u, y = mixture(), torch.randn(5, 6, generator=generator(4)), torch.tensor([0, 3, 1, 1, 2])
+    sigma = torch.tensor([0.1, 0.5, 1.0, 2.0, 0.2])
+    alone = MixtureScore(6, 1)
+    for row in range(5):
+        with torch.no_grad():
+            alone.mean.copy_(score.mean[y[row : row + 1]])
+            alone.log_var.copy_(score.log_var[y[row : row + 1]])
+        wanted = alone(u[row : row + 1], float(sigma[row]))[0]
+        assert torch.allclose(score.given(u, sigma, y)[row], wanted, atol=1e-5)
+
+
+def test_logarithmic_features_keep_their_order_and_sign_and_have_a_finite_slope_at_0() -> None:
+    score = ScoreNet(3, 8, log_share=0.1).train()
+    z = torch.tensor([[-2.0, 0.0, 3.0], [-1.0, 0.5, 4.0]], requires_grad=True)
+    for _ in range(200):
+        score.observe(z)
+    size = float(z.detach().abs().mean())
+    u = score.scale(z)
+    wanted = z.detach().sign() * torch.log1p(z.detach().abs() / (0.1 * size))
+    assert torch.allclose(u.detach(), wanted, rtol=1e-4)
+    (slope,) = torch.autograd.grad(u.sum(), z)
+    assert torch.isfinite(slope).all()
+    assert "running_size" not in dict(ScoreNet(3, 8, standardise=True).named_buffers())

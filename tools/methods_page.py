@@ -14,6 +14,7 @@ from foogd import Config, simulate
 from foogd.cli import summary_of, sums_of
 from foogd.data.synthetic import tiny_federation
 from foogd.detect import DETECTORS
+from foogd.flower.options import on_flower
 from foogd.methods import FOOGD, METHODS, make_method, method_names
 from foogd.report import Table
 
@@ -47,7 +48,8 @@ Larger always means more OUT. Those that must be fitted are fitted once after tr
 training features; raw features never move.
 """
 COLUMNS = (
-    "method", "what it adds", "what travels", "down", "up", "once", "stays on the client", "extra passes", "source"
+    "method", "what it adds", "what travels", "down", "up", "once", "stays on the client", "extra passes", "on Flower",
+    "source",
 )  # fmt: skip
 
 
@@ -74,8 +76,8 @@ def page() -> str:
         down, up, once = traffic(name)
         bytes_ = (times(down, unit), times(up, unit), times(once, unit))
         adds = (f"`{name}`", summary_of(name, built).rstrip("."))
-        rows.append((*adds, built.travels, *bytes_, built.keeps, built.passes, built.paper))
-    text = [HEAD, Table("", COLUMNS, tuple(rows)).markdown((0, 1, 2, 6, 7, 8)), BETWEEN]
+        rows.append((*adds, built.travels, *bytes_, built.keeps, built.passes, on_flower(built), built.paper))
+    text = [HEAD, Table("", COLUMNS, tuple(rows)).markdown((0, 1, 2, 6, 7, 8, 9)), BETWEEN]
     for title, cls in (*METHODS.items(), ("+foogd", FOOGD)):
         built = cls()
         known = [item for item in fields(built) if "help" in item.metadata]

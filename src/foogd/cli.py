@@ -13,25 +13,29 @@ from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 
 from .cli_data import data_app, decode
-from .config import Config
+from .cli_flower import flower_app
+from .cli_parts import Set, console, open_or_create, rich_table, whole_number
+from .cli_report import add_report_commands
+from .cli_study import add_study_commands
 from .data.readers import IMAGE_SUFFIXES
 from .detect import DETECTORS, Detector
 from .engine.eager import resolve_device
 from .errors import InputError
+from .flower.options import on_flower
 from .methods import FOOGD, METHODS, make_method, method_names
 from .methods.base import Method
 from .model import load
-from .report import Report, Table
+from .report import Report
 from .runs import Run, environment, read_rows, write_atomic
 from .settings import parse_assignments, read_preset, read_run_config, resolve
 from .simulate import RoundResult
 from .study import Progressed, train_all
+from .trackers import check_tracker, tracked
 
 UsageError: Any = typer.BadParameter.__base__  # typer has no public name for it
 SHOWN = ("msp", "energy", "score_norm")  # detectors on the screen where many methods stand side by side
@@ -45,11 +49,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(data_app, name="data")
-console = Console(width=None if sys.stdout.isatty() else 140)  # a file has no width of its own
-
-Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting; may be repeated.")
-]
+app.add_typer(flower_app, name="flower")
+add_study_commands(app)
+add_report_commands(app)
 
 
 @app.command()
@@ -64,8 +66,10 @@ def run(
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     seed: Annotated[str | None, typer.Option(metavar="N", help="Seed of weights, partition and all draws.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, if it exists.")] = False,
+    tracker: Annotated[str, typer.Option(help="tensorboard, wandb or mlflow.")] = "",
 ) -> None:
     """Train one method and evaluate it. Example: foogd run demo --method fedavg+foogd --seed 1 --out runs/a"""
+    check_tracker(tracker)
     named = {"method": method, "data": data, "backbone": backbone, "init": init, "device": device}
     overrides = parse_assignments([*(settings or []), *([] if seed is None else [f"seed={seed}"])])
     overrides |= {key: value for key, value in named.items() if value is not None}
@@ -75,7 +79,7 @@ def run(
         decode(config)
     this = open_or_create(folder, config, built) if resume else Run.create(folder, config, built)
     with progress_bar() as progress:
-        train(this, progress)
+        train(this, progress, tracker)
     report = Report.of(read_rows(folder)).last_round()
     show(report)
     for sentence in this.unranked(report.rows):
@@ -213,10 +217,10 @@ def methods(
     if names:
         print("\n".join(method_names()))
         return
-    grid = RichTable("name", "what it adds", "what travels in a round", "source", box=None, pad_edge=False)
+    grid = RichTable("name", "what it adds", "what travels in a round", "on Flower", "source", box=None, pad_edge=False)
     for name in method_names():
         built = make_method(name)
-        grid.add_row(name, summary_of(name, built), built.travels, built.paper)
+        grid.add_row(name, summary_of(name, built), built.travels, on_flower(built), built.paper)
     console.print(grid)
     console.print("\nAny method takes +foogd, and one that has the setting views takes +aug.", highlight=False)
     owners: dict[str, type[Method]] = {**METHODS, "+foogd": FOOGD}
@@ -287,23 +291,8 @@ def bench(
         console.print(rich_table(table))
 
 
-def whole_number(option: str, text: str, least: int) -> int:
-    """The number that an option gives; typer's own message would not say what was found."""
-    if not (text.isdecimal() and text.isascii()) or int(text) < least:
-        raise InputError(f"{option} {text!r} is not allowed: it must be a whole number at least {least}")
-    return int(text)
-
-
 def first_line(cls: type) -> str:
     return (cls.__doc__ or "").strip().splitlines()[0]
-
-
-def open_or_create(folder: Path, config: Config, method: Method) -> Run:
-    """The run in this folder, which must have this configuration, or a new one; a kill may come before the folder."""
-    if not folder.exists():
-        return Run.create(folder, config, method)
-    Run.open(folder, read_run_config).same_as(config, method)
-    return Run(folder, config, method)
 
 
 def progress_bar() -> Progress:
@@ -325,12 +314,12 @@ def cost(run: Run) -> float:
     return run.method.effort
 
 
-def train(run: Run, progress: Progress) -> None:
+def train(run: Run, progress: Progress, tracker: str = "") -> None:
     """Train what is left of a run, with progress and an estimate of the time left."""
     total = run.config.rounds
     task = progress.add_task(run.config.method, total=total, completed=run.finished_rounds(), left="")
     began = time.perf_counter()
-    for number, result in enumerate(run.train(), start=1):
+    for number, result in enumerate(tracked(run, tracker), start=1):
         ahead = (time.perf_counter() - began) / number * (total - result.round)
         progress.update(task, completed=result.round, left=f"about {ahead:.0f} s left")
         report_round(run, result, f"about {ahead:.0f} s left")
@@ -351,19 +340,6 @@ def show(report: Report) -> None:
     """The results on the screen."""
     console.print(rich_table(report.joint()))
     console.print(rich_table(report.headline()))
-
-
-def rich_table(table: Table) -> RichTable:
-    grid = RichTable(title=table.title, title_justify="left")
-    for index, name in enumerate(table.columns):
-        grid.add_column(escape(name), justify="left" if index < 2 else "right", no_wrap=index < 2)
-    last = None
-    for row in table.rows:
-        if last is not None and row[0] != last:
-            grid.add_section()
-        grid.add_row(*(escape(cell) for cell in row))
-        last = row[0]
-    return grid
 
 
 STOPPED = 130
@@ -390,7 +366,7 @@ def main() -> None:
             raise
         fail("there is not enough memory: make batch_size, eval_batch or the nets smaller; finished rounds are kept")
     if code == STOPPED:
-        text = "stopped; finished rounds are kept, and run goes on with --resume, demo with the same words again"
+        text = "stopped; finished rounds are kept: run goes on with --resume, demo and sweep with the same words again"
         print(f"foogd: {text}", file=sys.stderr)
         sys.exit(STOPPED)
 

@@ -17,7 +17,10 @@ WHERE = frozenset({"device", "engine", "slots"})
 
 
 def setting(default: Any, help: str, **limits: Any) -> Any:
-    """A dataclass field with a line of help and its limits: ge, gt, le, lt or choices."""
+    """A dataclass field with a line of help and its limits: ge, gt, le, lt or choices.
+
+    `added` marks a setting that older run folders do not name: they were made with its default.
+    """
     return field(default=default, metadata={"help": help, **limits})
 
 
@@ -63,6 +66,13 @@ class Config:
     crop: int = setting(0, "random crops after padding by so many pixels, the same for all methods", ge=0)
     weighting: str = setting("samples", "weight of a client in the mean", choices=("samples", "batches"))
     bn_pool: str = setting("average", "how running variances are joined", choices=("average", "exact"))
+    aggregation: str = setting(
+        "mean", "how updates are joined: mean, median, trimmed, or by group as in 'mean,score=median'", added=True
+    )
+    trim: float = setting(0.1, "share that a trimmed mean leaves out at each end", ge=0.0, lt=0.5, added=True)
+    update_bound: float = setting(
+        0.0, "largest norm of what an update changes; 0: no bound", ge=0.0, added=True
+    )
     partners: str = setting("own", "whose images the Fourier view mixes in; all leaks data", choices=("own", "all"))
     train_constants: str = setting(
         "dataset", "mean and deviation that normalise training images", choices=("dataset", "imagenet")

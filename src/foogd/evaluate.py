@@ -90,6 +90,20 @@ class Evaluation:
     answers: Sequence[Answers] = ()  # of each test set, sample by sample
 
 
+@dataclass(frozen=True)
+class Asked:
+    """All that rows are made from: the answers of some clients about every test set."""
+
+    answers: Sequence[Answers]
+    calibration: Mapping[str, Mapping[int, Tensor]]
+    generic_calibration: Mapping[str, Mapping[int, Tensor]]
+    generic_clean: Mapping[str, Mapping[int, Tensor]] | None  # scores of IN by the model that has no private part
+
+
+Sums = Mapping[str, Sequence[Mapping[str, Tensor]]]
+"""Detector → one set of sums a pass over the training features of all clients."""
+
+
 @final
 class Evaluator:
     """Runs a trained federation over its test sets."""
@@ -114,6 +128,21 @@ class Evaluator:
 
     def evaluation(self, state: RunState, *, run: str = "", method: str = "") -> Evaluation:
         """All rows of one state; tests without a sample of a client yield no row for it."""
+        state = self.ready(state)
+        fitted = self.fitted(state)
+        asked = self.asked(state, fitted)
+        blank = blank_row(self._config, state.server.round, run, method)
+        return Evaluation(
+            make_rows(blank, asked, private=self._private),
+            state,
+            fitted,
+            asked.calibration,
+            asked.generic_calibration,
+            asked.answers,
+        )
+
+    def ready(self, state: RunState) -> RunState:
+        """The state with the private values that are tested; what comes next is about this state."""
         ready = self._engine.personalise(state.server, state.clients)  # trains, so gradients must be on
         state = replace(state, clients=tuple(ready))
         if self._private and not self._method.neutral_start:
@@ -122,29 +151,24 @@ class Evaluator:
             state = replace(state, clients=tuple(known))
         with torch.no_grad():
             self._load(state)
-            self._prepared.clear()
-            fitted = self._fitted(state)
-            answers = [self._answers(test, state, fitted) for test in self._federation.tests]
-            aside = self._federation.calibration_test
-            calibration = self._answers(aside, state, fitted).scores if aside is not None else {}
-            generic, generic_clean = calibration, None
-            if self._private:
-                # Someone unknown is judged by the generic model, so thresholds for it come from that model too.
-                if aside is not None:
-                    generic = self._answers(replace(aside, unseen=True), state, fitted).scores
-                clean = next((test for test in self._federation.tests if test.split == "in"), None)
-                if clean is not None and any(test.unseen for test in self._federation.tests):
-                    generic_clean = self._answers(replace(clean, unseen=True), state, fitted).scores
-        blank = Row(
-            run=run, method=method, seed=self._config.seed, round=state.server.round, scope="", client=None, dataset="",
-            split="", corruption=None, severity=None, detector=None, metric="", value=0.0, weight=0.0,
-        )  # fmt: skip
-        rows = [
-            *_accuracy_rows(blank, answers, self._private),
-            *_detection_rows(blank, answers, generic_clean),
-            *_calibrated_rows(blank, answers, calibration, generic),
-        ]
-        return Evaluation(rows, state, fitted, calibration, generic, answers)
+        self._prepared.clear()
+        return state
+
+    @torch.no_grad()
+    def asked(self, state: RunState, fitted: Fitted) -> Asked:
+        """What the clients of a ready state say about all test sets."""
+        answers = [self._answers(test, state, fitted) for test in self._federation.tests]
+        aside = self._federation.calibration_test
+        calibration = self._answers(aside, state, fitted).scores if aside is not None else {}
+        generic, generic_clean = calibration, None
+        if self._private:
+            # Someone unknown is judged by the generic model, so thresholds for it come from that model too.
+            if aside is not None:
+                generic = self._answers(replace(aside, unseen=True), state, fitted).scores
+            clean = next((test for test in self._federation.tests if test.split == "in"), None)
+            if clean is not None and any(test.unseen for test in self._federation.tests):
+                generic_clean = self._answers(replace(clean, unseen=True), state, fitted).scores
+        return Asked(answers, calibration, generic, generic_clean)
 
     def _load(self, state: RunState) -> None:
         self._shared.copy_(state.server.shared)
@@ -220,31 +244,46 @@ class Evaluator:
                 found = Output(shared.z[part], shared.logits[part])
             yield client, part, found
 
-    def _fitted(self, state: RunState) -> Fitted:
-        """The detectors that apply, fitted on statistics of the clients' training features, without adaptation."""
+    def used(self) -> dict[str, Detector]:
+        """The detectors that the model can serve, not fitted."""
         readout = self._method.readout(self._nets)
-        used = {name: detector for name, detector in self._detectors.items() if detector.applies(readout)}
-        train = TestSet("train", "in", self._federation.train, self._federation.train_indices)
-        learning = any(detector.passes for detector in used.values())
-        found = list(self._outputs(train, state, adapt=False)) if learning else []
-        labels = [train.store.labels[part.to(train.store.labels.device)].to(part.device) for _, part, _ in found]
-        common: dict[str, Detector] = {}
+        return {name: detector for name, detector in self._detectors.items() if detector.applies(readout)}
+
+    @torch.no_grad()
+    def next_sums(self, state: RunState, sums: Sums) -> dict[str, dict[str, Tensor]]:
+        """What the clients' training features add up to in the next pass of each detector that lacks one."""
+        lacking = {
+            name: refitted(detector, sums.get(name, ()))
+            for name, detector in self.used().items()
+            if not detector.local and len(sums.get(name, ())) < detector.passes
+        }
+        return self._sums(self._training(state), lacking) if lacking else {}
+
+    @torch.no_grad()
+    def fitted(self, state: RunState, sums: Sums | None = None) -> Fitted:
+        """The detectors that apply, fitted on statistics of the clients' training features, without adaptation.
+
+        Where the `sums` of all passes are given, those that serve everyone are fitted on them; one that lacks a pass is
+        left out.
+        """
+        used = self.used()
+        learning = any(detector.passes and (sums is None or detector.local) for detector in used.values())
+        found = self._training(state) if learning else []
+        common = {name: detector for name, detector in used.items() if not detector.local}
+        if sums is None:
+            gathered: dict[str, list[Mapping[str, Tensor]]] = {}
+            while lacking := {n: d for n, d in common.items() if len(gathered.get(n, ())) < d.passes}:
+                for name, total in self._sums(found, lacking).items():
+                    gathered.setdefault(name, []).append(total)
+                    common[name] = common[name].fit(total)
+            sums = gathered
+        else:
+            whole = {name: sums.get(name, ()) for name in common}
+            common = {n: refitted(d, whole[n]) for n, d in common.items() if len(whole[n]) == d.passes}
         own: dict[int, dict[str, Detector]] = {client.id: {} for client, _, _ in found}
-        sums: dict[str, list[dict[str, Tensor]]] = {}
         own_sums: dict[int, dict[str, list[dict[str, Tensor]]]] = {client.id: {} for client, _, _ in found}
         for name, detector in used.items():
-            if not detector.local:
-                for _ in range(detector.passes):
-                    total: dict[str, Tensor] = {}
-                    for (client, _, output), y in zip(found, labels, strict=True):
-                        self._become(client)
-                        for key, value in detector.statistics(output, y, self._method.readout(self._nets)).items():
-                            total[key] = total[key] + value if key in total else value
-                    sums.setdefault(name, []).append(total)
-                    detector = detector.fit(total)
-                common[name] = detector
-                continue
-            for (client, _, output), y in zip(found, labels, strict=True):
+            for client, output, y in found if detector.local else ():
                 self._become(client)
                 mine = detector
                 for _ in range(detector.passes):
@@ -254,9 +293,30 @@ class Evaluator:
                 own[client.id][name] = mine
         return Fitted(common, own, sums, own_sums)
 
+    def _training(self, state: RunState) -> list[tuple[ClientState, Output, Tensor]]:
+        """Each client's output for its training images, and their labels."""
+        train = TestSet("train", "in", self._federation.train, self._federation.train_indices)
+        found = self._outputs(train, state, adapt=False)
+        labels = train.store.labels
+        return [(client, output, labels[part.to(labels.device)].to(part.device)) for client, part, output in found]
+
+    def _sums(
+        self, found: Sequence[tuple[ClientState, Output, Tensor]], detectors: Mapping[str, Detector]
+    ) -> dict[str, dict[str, Tensor]]:
+        """One pass of these detectors over the training features."""
+        totals: dict[str, dict[str, Tensor]] = {}
+        for name, detector in detectors.items():
+            total: dict[str, Tensor] = {}
+            for client, output, y in found:
+                self._become(client)
+                for key, value in detector.statistics(output, y, self._method.readout(self._nets)).items():
+                    total[key] = total[key] + value if key in total else value
+            totals[name] = total
+        return totals
+
     def _answers(self, test: TestSet, state: RunState, fitted: Fitted) -> Answers:
         correct, generic, predictions, features = {}, {}, {}, {}
-        kept = _kept_samples(test, self._config.seed)
+        kept = dict(zip((client.id for client in state.clients), _kept_samples(test, self._config.seed), strict=True))
         scores: dict[str, dict[int, Tensor]] = {name: {} for name in self._detectors if name in fitted.names}
         common: tuple[Tensor, dict[str, Tensor]] | None = None
         for client, part, output in self._outputs(test, state, adapt=True):
@@ -307,6 +367,30 @@ def _kept_samples(test: TestSet, seed: int) -> list[Tensor]:
         order = torch.randperm(size, generator=generator(seed, client, test.key, "kept"))
         kept.append(order[:share].sort().values)
     return kept
+
+
+def refitted(detector: Detector, sums: Sequence[Mapping[str, Tensor]]) -> Detector:
+    """The detector after the passes that these sums are of."""
+    for total in sums:
+        detector = detector.fit(total)
+    return detector
+
+
+def blank_row(config: Config, round: int, run: str, method: str) -> Row:
+    """A row that says which run and round it is of, and nothing yet."""
+    return Row(
+        run=run, method=method, seed=config.seed, round=round, scope="", client=None, dataset="", split="",
+        corruption=None, severity=None, detector=None, metric="", value=0.0, weight=0.0,
+    )  # fmt: skip
+
+
+def make_rows(blank: Row, asked: Asked, *, private: bool) -> list[Row]:
+    """All rows from the answers; `private` says whether the method has a private part."""
+    return [
+        *_accuracy_rows(blank, asked.answers, private),
+        *_detection_rows(blank, asked.answers, asked.generic_clean),
+        *_calibrated_rows(blank, asked.answers, asked.calibration, asked.generic_calibration),
+    ]
 
 
 def mean_private(clients: Sequence[ClientState]) -> Tensor:

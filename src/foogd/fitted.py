@@ -172,6 +172,47 @@ class ViM(Detector):
 
 @final
 @dataclass(frozen=True)
+class ScoreEnergy(Detector):
+    """α · ‖s(z)‖ − logsumexp(g): the norm of the score as one more logit against those of the classes.
+
+    The score tells what no training image looks like, the logits tell what belongs to no class; ViM joins its residual
+    with the energy in the same way. α = |E max_c g_c| / E‖s(z)‖ over the training data.
+    """
+
+    description: ClassVar[str] = "energy and the norm of the score network's output"
+    paper: ClassVar[str] = "ours, after Wang et al. 2022"
+    passes: ClassVar[int] = 1
+    needs_score: ClassVar[bool] = True
+
+    sigma: float | None = field(
+        default=None, metadata={"gt": 0.0, "help": "noise level; without it the network's own default"}
+    )
+    alpha: float | None = field(default=None, repr=False, compare=False)
+
+    def statistics(self, outputs: Output, y: Tensor, readout: Readout) -> dict[str, Tensor]:
+        norms = self._norms(outputs.z, readout)
+        top = linear_logits(outputs, readout).detach().double().amax(dim=1)
+        return {"n": norms.new_tensor(float(len(norms))), "max_logit": top.sum(), "norm": norms.sum()}
+
+    def fit(self, total: Mapping[str, Tensor]) -> Self:
+        _, top, norm = _sums(self, total, "n", "max_logit", "norm")
+        return replace(self, alpha=float(top.abs() / norm) if float(norm) > 0 else 0.0)
+
+    def _norms(self, z: Tensor, readout: Readout | None) -> Tensor:
+        if readout is None or readout.score is None:
+            raise InputError("score_energy needs a score network, but the model has none.")
+        s = readout.score(z) if self.sigma is None else readout.score(z, self.sigma)
+        norms: Tensor = s.detach().double().norm(dim=1)
+        return norms
+
+    def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
+        alpha = _ready(self, self.alpha)
+        scores: Tensor = alpha * self._norms(outputs.z, readout) + energy(linear_logits(outputs, readout))
+        return scores
+
+
+@final
+@dataclass(frozen=True)
 class KNN(Detector):
     """The distance of z/‖z‖ to its k-th nearest unit feature among the client's own training data.
 

@@ -148,7 +148,9 @@ class Model:
             )
         self._of[None] = _Client(
             personal=self._tensors["personal"],
-            class_counts=torch.stack([own.class_counts for own in self._of.values()]).sum(0),
+            class_counts=self._tensors["class_counts"]
+            if "class_counts" in self._tensors  # of a run on Flower, whose private parts are on the nodes
+            else torch.stack([own.class_counts for own in self._of.values()]).sum(0),
             memory={},
             detectors=common,
         )
@@ -225,7 +227,8 @@ class Model:
 
     def _client(self, client: int | None) -> _Client:
         if client not in self._of:
-            raise InputError(f"client is {client!r}; this run has the clients 0 to {self.clients - 1}")
+            known = f"the clients 0 to {self.clients - 1}" if self.clients else "its private parts on its nodes only"
+            raise InputError(f"client is {client!r}; this run has {known}")
         return self._of[client]
 
     def _named(self, detector: str | None, client: int | None) -> str:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import statistics
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import final
+from typing import Any, final
 
 from .evaluate import Row
+from .published import Published, published
 
 NAMES = {
     "msp": "MSP",
     "energy": "energy",
     "max_logit": "max logit",
     "score_norm": "score norm",
+    "score_energy": "score + energy",
     "ash": "ASH-B",
     "ash_p": "ASH-P",
     "ash_s": "ASH-S",
@@ -26,6 +30,9 @@ NAMES = {
     "gaussian": "Gaussian",
     "gradnorm": "GradNorm",
 }
+
+
+_ALL_CORRUPTIONS = 19  # kinds of CIFAR-10-C, the four extra ones included
 
 
 @final
@@ -47,6 +54,248 @@ class Table:
 
 @final
 @dataclass(frozen=True)
+class Cell:
+    """One number of a table: a share a seed, what is printed for it, and whether it is the best of its column."""
+
+    values: tuple[float, ...]
+    published: Published | None = None
+    best: bool = False
+
+    @property
+    def mean(self) -> float:
+        """The mean in %."""
+        return 100 * statistics.fmean(self.values)
+
+    @property
+    def deviation(self) -> float | None:
+        """The sample deviation in %; None for one seed."""
+        return 100 * statistics.stdev(self.values) if len(self.values) > 1 else None
+
+    @property
+    def difference(self) -> float | None:
+        """Measured minus published, in points."""
+        return None if self.published is None or not self.values else self.mean - self.published.mean
+
+    def text(self) -> str:
+        return _percent(self.values)
+
+
+@final
+@dataclass(frozen=True)
+class Measure:
+    """What a column of a grid shows."""
+
+    metric: str
+    split: str
+    dataset: str | None = None
+    detected: bool = False  # whether the number depends on the detector
+
+    @property
+    def title(self) -> str:
+        return _MEASURES[self.metric, self.split]
+
+    @property
+    def smaller_is_better(self) -> bool:
+        return self.metric in ("fpr95", "rejected")
+
+
+_JOINT = (("rejected", "in-c"), ("accuracy_accepted", "in"), ("accuracy_accepted", "in-c"), ("auroc_joint", "out"))
+_MEASURES = {
+    ("accuracy", "in"): "ACC-IN",
+    ("accuracy", "in-c"): "ACC-IN-C",
+    ("fpr95", "out"): "FPR95",
+    ("auroc", "out"): "AUROC",
+    ("aupr", "out"): "AUPR",
+    ("rejected", "in-c"): "IN-C rejected",
+    ("accuracy_accepted", "in"): "ACC accepted IN",
+    ("accuracy_accepted", "in-c"): "ACC accepted IN-C",
+    ("auroc_joint", "out"): "AUROC IN+IN-C / OUT",
+}
+
+
+@final
+@dataclass(frozen=True)
+class Line:
+    """One line of a grid: whose numbers they are, and the numbers."""
+
+    method: str
+    detector: str
+    cells: tuple[Cell, ...]
+    marks: tuple[str, ...] = ()  # in what it differs from the published settings
+
+
+@final
+@dataclass(frozen=True)
+class Grid:
+    """A table of numbers, in any form that a reader wants."""
+
+    title: str
+    columns: tuple[Measure, ...]
+    lines: tuple[Line, ...]
+
+    @property
+    def blocks(self) -> list[tuple[str, list[int]]]:
+        """Neighbouring columns of the same data set."""
+        found: list[tuple[str, list[int]]] = []
+        for index, column in enumerate(self.columns):
+            name = column.dataset or ""
+            if not found or found[-1][0] != name:
+                found.append((name, []))
+            found[-1][1].append(index)
+        return found
+
+    @property
+    def has_published(self) -> bool:
+        return any(cell.published for line in self.lines for cell in line.cells)
+
+    def markdown(self) -> str:
+        """A Markdown table; the best in bold, and after a published number how far the measured one is from it."""
+        names = [f"{column.title} {column.dataset}" if column.dataset else column.title for column in self.columns]
+        rows = [
+            (line.method + ("†" if line.marks else ""), detector_name(line.detector), *map(_markdown_cell, line.cells))
+            for line in self.lines
+        ]
+        return Table(self.title, ("method", "detector", *names), tuple(rows)).markdown()
+
+    def latex(self) -> str:
+        """A table for LaTeX with the package booktabs; the best in bold, published numbers in brackets."""
+        heads, rules, at = [], [], 3
+        for name, members in self.blocks:
+            heads.append(rf"\multicolumn{{{len(members)}}}{{c}}{{{latex_text(name)}}}")
+            if name:
+                rules.append(rf"\cmidrule(lr){{{at}-{at + len(members) - 1}}}")
+            at += len(members)
+        arrows = [rf"{latex_text(c.title)} $\{'down' if c.smaller_is_better else 'up'}arrow$" for c in self.columns]
+        body, last = [], None
+        for line in self.lines:
+            name = latex_text(line.method) + (r"$^\dagger$" if line.marks else "")
+            cells = [_latex_cell(cell) for cell in line.cells]
+            if last not in (None, line.method) and self._many_lines_a_method:
+                body.append(r"\addlinespace")
+            shown = "" if line.method == last else name
+            body.append(" & ".join([shown, latex_text(detector_name(line.detector)), *cells]) + r" \\")
+            last = line.method
+        return "\n".join(
+            [
+                rf"\begin{{tabular}}{{ll{'r' * len(self.columns)}}}",
+                r"\toprule",
+                *([" & ".join(["", "", *heads]) + r" \\", *rules] if any(name for name, _ in self.blocks) else []),
+                " & ".join(["method", "detector", *arrows]) + r" \\",
+                r"\midrule",
+                *body,
+                r"\bottomrule",
+                r"\end{tabular}",
+            ]
+        )
+
+    @property
+    def _many_lines_a_method(self) -> bool:
+        return len({line.method for line in self.lines}) < len(self.lines)
+
+    def records(self) -> list[dict[str, Any]]:
+        """Every number in long form."""
+        return [
+            {
+                "method": line.method,
+                "detector": line.detector if column.detected else "",
+                "split": column.split,
+                "dataset": column.dataset or "",
+                "metric": column.metric,
+                "mean": round(cell.mean, 4),
+                "deviation": "" if cell.deviation is None else round(cell.deviation, 4),
+                "seeds": len(cell.values),
+                "best": int(cell.best),
+                "published": "" if cell.published is None else cell.published.mean,
+                "published_deviation": "" if cell.published is None else _or_empty(cell.published.deviation),
+                "difference": "" if cell.difference is None else round(cell.difference, 4),
+                "departs": "; ".join(line.marks) if cell.published is not None else "",
+            }
+            for line in self.lines
+            for column, cell in zip(self.columns, line.cells, strict=True)
+            if cell.values
+        ]
+
+
+def _or_empty(value: float | None) -> float | str:
+    return "" if value is None else value
+
+
+def to_csv(grids: Iterable[tuple[str, Grid]]) -> str:
+    """All numbers of titled grids as one CSV file in long form; a number that stands in two grids comes once."""
+    lines = [{"setting": title, **record} for title, grid in grids for record in grid.records()]
+    once = {tuple(line[key] for key in _IDENTITY): line for line in reversed(lines)}
+    text = io.StringIO()
+    if lines:
+        writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(reversed(once.values()))
+    return text.getvalue()
+
+
+_IDENTITY = ("setting", "method", "detector", "split", "dataset", "metric")
+
+
+def latex_text(text: str) -> str:
+    """Text in which LaTeX finds nothing to obey."""
+    special = {**{c: f"\\{c}" for c in "&%$#_{}"}, "\\": r"\textbackslash{}", "~": r"\textasciitilde{}",
+               "^": r"\textasciicircum{}", "±": r"$\pm$", "λ": r"$\lambda$"}  # fmt: skip
+    return "".join(special.get(character, character) for character in text)
+
+
+def _latex_cell(cell: Cell) -> str:
+    if not cell.values:
+        return "--"
+    number = f"{cell.mean:.2f}"
+    number = rf"\textbf{{{number}}}" if cell.best else number
+    number += "" if cell.deviation is None else rf"\,{{\scriptsize$\pm${cell.deviation:.2f}}}"
+    return number + ("" if cell.published is None else rf" {{\scriptsize({cell.published.mean:.2f})}}")
+
+
+def _markdown_cell(cell: Cell) -> str:
+    text = f"**{cell.text()}**" if cell.best else cell.text()
+    if cell.published is None or cell.difference is None:
+        return text
+    return f"{text} ({cell.published.mean:.1f}, {signed(cell.difference)})"
+
+
+def signed(points: float) -> str:
+    """A difference with its sign, and with no sign where it rounds to 0."""
+    text = f"{points:+.1f}"
+    return "0.0" if float(text) == 0 else text.replace("-", "−")
+
+
+def detector_name(detector: str) -> str:
+    """A detector's name for people."""
+    return NAMES.get(detector, detector) or "–"
+
+
+def paper_detector(method: str, known: Sequence[str]) -> str | None:
+    """The detector that the paper reports a method with: the score norm for FOOGD, MSP for all others."""
+    wanted = "score_norm" if method.partition(",")[0].endswith("+foogd") else "msp"
+    return wanted if wanted in known else next(iter(known), None)
+
+
+def mark_best(columns: Sequence[Measure], lines: Sequence[Line]) -> tuple[Line, ...]:
+    """The lines with the best number of each column marked; numbers that look the same are equally good."""
+    best: list[str | None] = []
+    for index, column in enumerate(columns):
+        found = {line.cells[index].mean for line in lines if line.cells[index].values}
+        choose: Callable[[Iterable[float]], float] = min if column.smaller_is_better else max
+        best.append(f"{choose(found):.1f}" if len(lines) > 1 and found else None)
+    return tuple(
+        replace(
+            line,
+            cells=tuple(
+                replace(cell, best=bool(cell.values) and f"{cell.mean:.1f}" == best[index])
+                for index, cell in enumerate(line.cells)
+            ),
+        )
+        for line in lines
+    )
+
+
+@final
+@dataclass(frozen=True)
 class Report:
     """The rows of one run or of several."""
 
@@ -59,6 +308,21 @@ class Report:
         for row in self.rows:
             index.setdefault((row.method, row.metric, row.split, row.scope, row.detector), []).append(row)
         return index
+
+    @cached_property
+    def known_detectors(self) -> dict[str, list[str]]:
+        """The detectors that each method has numbers of."""
+        found: dict[str, dict[str, None]] = {}
+        for method, _, _, _, detector in self._index:
+            if detector:
+                found.setdefault(method, {})[detector] = None
+        return {method: list(names) for method, names in found.items()}
+
+    def rows_of(
+        self, method: str, metric: str, split: str, scope: str = "weighted", detector: str | None = None
+    ) -> Sequence[Row]:
+        """The rows about one thing, of all test sets and seeds."""
+        return self._index.get((method, metric, split, scope, detector), ())
 
     @classmethod
     def of(cls, rows: Iterable[Row]) -> Report:
@@ -93,7 +357,7 @@ class Report:
     ) -> list[float]:  # fmt: skip
         """One value a seed: the mean over the test sets that fit (all corruptions and severities of IN-C)."""
         by_seed: dict[int, list[float]] = {}
-        for row in self._index.get((method, metric, split, scope, detector), ()):
+        for row in self.rows_of(method, metric, split, scope, detector):
             if dataset in (None, row.dataset):
                 by_seed.setdefault(row.seed, []).append(row.value)
         return [statistics.fmean(by_seed[seed]) for seed in sorted(by_seed)]
@@ -171,6 +435,75 @@ class Report:
                 if any(found):
                     lines.append((method, NAMES.get(detector, detector), *map(_percent, found)))
         return Table(f"{self._title(scope)}, thresholds of the clients from images set aside", columns, tuple(lines))
+
+    def grid(
+        self,
+        columns: Sequence[Measure],
+        chosen: Callable[[str, Sequence[str]], Sequence[str]],
+        *,
+        settings: Mapping[str, Mapping[str, Any]] | None = None,
+        departs: Mapping[str, Sequence[str]] | None = None,
+        scope: str = "weighted",
+    ) -> Grid:
+        """Numbers of each method with the detectors that `chosen(method, known)` picks, the best of a column marked.
+
+        `settings` of each method finds the published numbers, `departs` says in what its runs differ from those.
+        """
+        lines = []
+        for method in self.methods():
+            for detector in chosen(method, self.known_detectors.get(method, [])) or [""]:
+                cells = [
+                    self._cell(method, detector, column, (settings or {}).get(method), scope) for column in columns
+                ]
+                found = any(cell.published for cell in cells)
+                lines.append(
+                    Line(method, detector, tuple(cells), tuple((departs or {}).get(method, ())) if found else ())
+                )
+        return Grid(self._title(scope), tuple(columns), mark_best(columns, lines))
+
+    def _cell(
+        self, method: str, detector: str, column: Measure, settings: Mapping[str, Any] | None, scope: str
+    ) -> Cell:
+        values = self.values(
+            method=method, metric=column.metric, split=column.split, scope=scope, dataset=column.dataset,
+            detector=(detector or None) if column.detected else None,
+        )  # fmt: skip
+        printed = None
+        if settings is not None and values:
+            printed = published(
+                settings, metric=column.metric, split=column.split, dataset=column.dataset or "",
+                detector=detector if column.detected else "",
+                corruption=self._published_corruption(method) if column.split == "in-c" else "",
+            )  # fmt: skip
+        return Cell(tuple(values), printed)
+
+    def _published_corruption(self, method: str) -> str:
+        """Which published column the mean over a method's IN-C sets stands for."""
+        kinds = {row.corruption for row in self.rows_of(method, "accuracy", "in-c")}
+        if None in kinds or not kinds:
+            return ""
+        if len(kinds) == 1:
+            return str(next(iter(kinds)))
+        return "all" if len(kinds) == _ALL_CORRUPTIONS else "some"
+
+    def paper_columns(self) -> list[Measure]:
+        """ACC-IN and ACC-IN-C, then FPR95 and AUROC against each OUT set."""
+        splits = {row.split for row in self.rows if row.metric == "accuracy"}
+        columns = [Measure("accuracy", split) for split in ("in", "in-c") if split in splits]
+        return columns + [
+            Measure(metric, "out", name, detected=True) for name in self.out_sets() for metric in ("fpr95", "auroc")
+        ]
+
+    def joint_columns(self) -> list[Measure]:
+        """The joint view of Eq. 1 and 2."""
+        pairs = (
+            ("rejected", "in-c"),
+            ("accuracy_accepted", "in"),
+            ("accuracy_accepted", "in-c"),
+            ("auroc_joint", "out"),
+        )
+        known = {(row.metric, row.split) for row in self.rows}
+        return [Measure(metric, split, detected=True) for metric, split in pairs if (metric, split) in known]
 
     def _title(self, scope: str) -> str:
         count = len(self.seeds())

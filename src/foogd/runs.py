@@ -42,11 +42,13 @@ from .methods.base import Method
 from .model import ABOUT, MODEL, model_tensors, read_about
 from .nets.precision import resolve_precision
 from .report import Report, Table
+from .samples import SAMPLES, pack_samples, read_samples
 from .simulate import RoundResult, RunState, initial_state, restore_state, simulate, state_tensors
 
 CONFIG, ENVIRONMENT = "config.toml", "environment.json"
 ROUNDS, ROWS, SUMMARY = "rounds.jsonl", "rows.jsonl", "summary.md"
 PARTITION, PICTURE = "partition.json", "partition.png"
+FLOWER = "flower.json"  # of a run on Flower: its nodes, and what they have in common
 CHECKPOINT, STATE = "checkpoint", "state.json"
 DRAFT = ".draft"
 
@@ -66,18 +68,24 @@ class Run:
         self.detectors: dict[str, Detector] = {name: resolve_detector(name) for name in config.detectors}
 
     @classmethod
-    def create(cls, folder: Path, config: Config, method: Method) -> Run:
-        """A new run; its folder appears with configuration and environment already in it."""
+    def create(cls, folder: Path, config: Config, method: Method, files: Mapping[str, bytes] | None = None) -> Run:
+        """A new run; its folder appears with configuration and environment already in it.
+
+        `files` are more of them, of a run whose data is not here and cannot be checked.
+        """
         if folder.exists():
             raise InputError(f"{folder} exists already: continue it with --resume, or choose another --out")
         run = cls(folder, config, method)
-        run.check()
+        if files is None:
+            run.check()
         folder.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         try:
             write_atomic(draft / CONFIG, to_toml(run.settings()).encode())
             about = json.dumps(environment(resolve_device(config.device), run.precision), indent=2)
             write_atomic(draft / ENVIRONMENT, f"{about}\n".encode())
+            for name, content in (files or {}).items():
+                write_atomic(draft / name, content)
             draft.chmod(0o755)
             draft.rename(folder)
         except BaseException:
@@ -114,6 +122,8 @@ class Run:
 
     @cached_property
     def federation(self) -> Federation:
+        if (self.folder / FLOWER).is_file():
+            raise InputError(f"{self.folder} was trained on Flower: its data is on the nodes, and cannot be read here")
         return make_federation(self.config)
 
     @cached_property
@@ -182,24 +192,34 @@ class Run:
             write_partition(self.folder, self.federation)
         state = self.state()
         done = state.server.round
-        lines = self._lines(done)
+        lines = self.lines(done)
         found = {(row.round, row.detector) for row in read_rows(self.folder)}
-        lost = [round for round in range(1, done) if self._due(round) and (round, None) not in found]
+        lost = [round for round in range(1, done) if self.is_due(round) and (round, None) not in found]
         if lost:
             raise InputError(f"{self.folder} is half-written: {ROWS} has no row of round {lost[0]}")
         measured = {(done, name) for name in self._measured()} <= found
-        if done and self._due(done) and not (measured and (done < self.config.rounds or self._has_model())):
+        if done and self.is_due(done) and not (measured and (done < self.config.rounds or self._has_model())):
             self._evaluate(state, self.detectors)
         for result in simulate(self.method, self.federation, self.config, self.engine, start=state):
-            lines.append(_round_line(result))
-            write_atomic(self.folder / ROUNDS, _jsonl(lines))
-            save_checkpoint(self.folder, result.state, self.engine.layout)
-            if self._due(result.round):
+            self.keep_round(lines, result)
+            if self.is_due(result.round):
                 self._evaluate(result.state, self.detectors)
             yield result
         self.write_summary(read_rows(self.folder), lines)
 
-    def _lines(self, done: int) -> list[dict[str, Any]]:
+    def keep_round(self, lines: list[dict[str, Any]], result: RoundResult) -> None:
+        """Write down a finished round: its line after those of the rounds before, then the checkpoint."""
+        lines.append(_round_line(result))
+        write_atomic(self.folder / ROUNDS, _jsonl(lines))
+        save_checkpoint(self.folder, result.state, self.engine.layout)
+
+    def keep_rows(self, found: Sequence[Row]) -> None:
+        """Write down new rows, which replace older ones of the same round and detector; all others stay."""
+        fresh = {(row.round, row.detector) for row in found}
+        rows = [row for row in read_rows(self.folder) if (row.round, row.detector) not in fresh] + list(found)
+        write_atomic(self.folder / ROWS, _jsonl([row.as_dict() for row in rows]))
+
+    def lines(self, done: int) -> list[dict[str, Any]]:
         """The lines of the finished rounds; a line of the round in which a run was killed is left out."""
         lines = read_rounds(self.folder)
         if len(lines) < done:
@@ -208,7 +228,8 @@ class Run:
             )
         return lines[:done]
 
-    def _due(self, round: int) -> bool:
+    def is_due(self, round: int) -> bool:
+        """Whether the state after this round is evaluated."""
         every = self.config.eval_every
         return round == self.config.rounds or (every > 0 and round % every == 0)
 
@@ -218,13 +239,13 @@ class Run:
         return [None, *(name for name, detector in self.detectors.items() if detector.applies(readout))]
 
     def _evaluate(self, state: RunState, detectors: Mapping[str, Detector]) -> list[Row]:
-        """New rows, which replace older ones of the same round and detector; all others stay."""
+        read_rows(self.folder)  # a damaged file is found before anything is written
         done = Evaluator(self.engine, detectors).evaluation(state, run=self.name, method=self.config.method)
         if state.server.round == self.config.rounds and detectors is self.detectors:
             save_model(self.folder, done, self.federation, self.config)
-        fresh = {(row.round, row.detector) for row in done.rows}
-        rows = [row for row in read_rows(self.folder) if (row.round, row.detector) not in fresh] + done.rows
-        write_atomic(self.folder / ROWS, _jsonl([row.as_dict() for row in rows]))
+        if state.server.round == self.config.rounds and done.answers:
+            save_samples(self.folder, done, self.config)
+        self.keep_rows(done.rows)
         return done.rows
 
     def evaluate(self, detectors: Sequence[str] = ()) -> list[Row]:
@@ -233,7 +254,7 @@ class Run:
         if not self.finished_rounds():
             raise InputError(f"{self.folder} has no finished round yet: train it with foogd run --resume")
         state = self.state()
-        lines = self._lines(state.server.round)
+        lines = self.lines(state.server.round)
         readout = self.method.readout(self.engine.nets())
         for name in detectors:
             if not chosen[name].applies(readout):
@@ -502,21 +523,35 @@ def save_checkpoint(folder: Path, state: RunState, layout: Layout) -> None:
 
 def save_model(folder: Path, found: Evaluation, federation: Federation, config: Config) -> None:
     """The trained model for use, in two files; `model.json` names the other and is written last."""
+    names = [name for name in config.detectors if name in found.fitted.names]
+    tensors, round = model_tensors(found, names), found.state.server.round
+    write_model(folder, tensors, round, federation.clients, names, federation, config)
+
+
+def write_model(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    round: int,
+    clients: int,
+    detectors: Sequence[str],
+    federation: Federation,
+    config: Config,
+) -> None:
+    """A model's tensors and its description; `clients` are those whose private part is among the tensors."""
     from safetensors.torch import save
 
-    names = [name for name in config.detectors if name in found.fitted.names]
-    data = save(model_tensors(found, names))
+    data = save(dict(tensors))
     digest = hashlib.sha256(data).hexdigest()
     classes = federation.train.classes or tuple(str(c) for c in range(federation.num_classes))
     about = {
-        "round": found.state.server.round,
+        "round": round,
         "method": config.method,
-        "clients": federation.clients,
+        "clients": clients,
         "shape": list(federation.shape),
         "classes": list(classes),
         "mean": list(federation.mean),
         "std": list(federation.std),
-        "detectors": names,
+        "detectors": list(detectors),
         "file": f"model-{digest[:12]}.safetensors",
         "sha256": digest,
     }
@@ -525,6 +560,15 @@ def save_model(folder: Path, found: Evaluation, federation: Federation, config: 
     for old in (folder / MODEL).glob("model-*.safetensors"):
         if old.name != about["file"]:
             old.unlink(missing_ok=True)
+
+
+def save_samples(folder: Path, found: Evaluation, config: Config) -> None:
+    """What the models said about every test image; scores of detectors that were asked earlier stay."""
+    try:
+        earlier = read_samples(folder)
+    except InputError:
+        earlier = None  # damaged, and made again here
+    write_atomic(folder / SAMPLES, pack_samples(found, seed=config.seed, method=config.method, earlier=earlier))
 
 
 def _checkpoint_name(round: int) -> str:
@@ -554,7 +598,9 @@ def load_private_values(folder: Path) -> list[dict[str, Tensor]]:
     tensors, about = saved
     places = about.get("private_layout", [])
     count = sum(name.startswith("client.") and name.endswith(".personal") for name in tensors)
-    return [_named(tensors[f"client.{client}.personal"], places) for client in range(count)] if places else []
+    rows = [tensors[f"client.{client}.personal"] for client in range(count)]
+    # Those of a run on Flower have never left their nodes.
+    return [_named(row, places) for row in rows] if places and all(len(row) for row in rows) else []
 
 
 def load_values(folder: Path) -> dict[str, Tensor]:

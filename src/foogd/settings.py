@@ -90,7 +90,7 @@ def resolve(preset: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[Co
         if key not in merged and item.default is MISSING and item.default_factory is MISSING:
             raise InputError(f"setting {key!r} of method {name} has no default: give it with --set {key}=VALUE")
     known |= known_method
-    checked = _check(merged, known, name)
+    checked = check_settings(merged, known, name)
     config = Config(**{key: value for key, value in checked.items() if key in known_config})
     try:
         return config, make_method(name, {key: value for key, value in checked.items() if key not in known_config})
@@ -105,7 +105,7 @@ def read_run_config(path: Path) -> tuple[Config, Method]:
         config, method = resolve(settings, {})
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
-    known = [item.name for item in fields(Config)]
+    known = [item.name for item in fields(Config) if not item.metadata.get("added")]
     known += [key for key, (_, item) in method_fields(config.method).items() if item.default is not None]
     missing = [key for key in known if key not in settings]
     if missing:
@@ -148,13 +148,15 @@ def _profile(layer: Mapping[str, Any], name: str) -> dict[str, Any]:
     return dict(PROFILES[profile])
 
 
-def _check(settings: Mapping[str, Any], known: Mapping[str, tuple[type, Field[Any]]], name: str) -> dict[str, Any]:
+def check_settings(
+    settings: Mapping[str, Any], known: Mapping[str, tuple[type, Field[Any]]], name: str
+) -> dict[str, Any]:
     """The settings with their types and limits checked."""
     for key in settings:
         if key not in known:
             raise InputError(f"setting {key!r} is not known for method {name}{_near(key, known)}")
     try:
-        hints = {owner: get_type_hints(owner) for owner, _ in known.values()}
+        hints = {owner: get_type_hints(owner) for owner in {owner for owner, _ in known.values()}}
     except NameError as error:
         raise InputError(f"the settings of method {name} have a type that cannot be found: {error}") from error
     return {key: _checked(key, value, hints[known[key][0]][key], known[key][1]) for key, value in settings.items()}

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from .config import Config
 from .data.federation import Federation
-from .engine.aggregate import Drift, WeightedMean, private_refusal, refusal, survey_refusal
+from .engine.aggregate import Drift, make_fold, private_refusal, refusal, survey_refusal
 from .engine.eager import Engine
 from .engine.graph import make_engine
 from .engine.rng import Streams, generator
 from .errors import InputError
 from .methods.base import Method
-from .types import ClientState, ServerState, Survey, Update
+from .types import ClientState, Missing, ServerState, Survey, Update
 
 
 @dataclass(frozen=True)
@@ -145,6 +145,9 @@ def run_round(engine: Engine, state: RunState, round: int) -> RoundResult:
     bytes_up = 0
     answers = []
     for answer in engine.survey(server, participants, round):
+        if isinstance(answer, Missing):
+            refused[answer.client] = answer.reason
+            continue
         bytes_up += _bytes(*answer.sums.values())
         reason = survey_refusal(answer)
         if reason is None:
@@ -159,22 +162,26 @@ def run_round(engine: Engine, state: RunState, round: int) -> RoundResult:
             bytes_down += _bytes(server.frozen)
             client.holds = server.frozen_round
 
-    fold = WeightedMean(engine.layout, exact_bn=config.bn_pool == "exact")
+    fold = make_fold(config, method, engine.layout)
+    before = {client.id: client for client in state.clients}
     drift = Drift(engine.layout, server.shared)
     counted: list[Update] = []
     for update in engine.train(server, [client for client in participants if client.id not in refused], round):
+        if isinstance(update, Missing):
+            refused[update.client] = update.reason
+            clients[update.client] = replace(before[update.client])
+            continue
         bytes_up += _bytes(update.shared, *update.extra.values(), *update.integers.values())
-        reason = refusal(update, server) or private_refusal(clients[update.client])
+        reason = refusal(update, server, config.update_bound) or private_refusal(clients[update.client])
         if reason is None:
             fold.add(update)
             drift.add(update)
-            clients[update.client].trained = True
+            clients[update.client].counted = round + 1
             # The row and the counters have gone into the fold; memory must not grow with the number of clients.
             counted.append(replace(update, shared=update.shared.new_empty(0), integers={}))
         else:
             refused[update.client] = reason
-            before = next(client for client in state.clients if client.id == update.client)
-            clients[update.client] = replace(before, holds=clients[update.client].holds)
+            clients[update.client] = replace(before[update.client], holds=clients[update.client].holds)
     mean = fold.finish(server)
     if counted:
         extras = [Survey(update.client, update.weight, update.extra) for update in counted]
@@ -218,7 +225,7 @@ def state_tensors(state: RunState) -> dict[str, Tensor]:
         tensors["server.frozen"] = state.server.frozen
         tensors["server.frozen_round"] = torch.tensor(state.server.frozen_round)
         tensors["holds"] = torch.tensor([client.holds for client in state.clients])
-    tensors["trained"] = torch.tensor([client.trained for client in state.clients])
+    tensors["counted"] = torch.tensor([client.counted for client in state.clients])
     for client in state.clients:
         tensors[f"client.{client.id}.personal"] = client.personal
         tensors |= {f"client.{client.id}.memory.{name}": value for name, value in client.memory.items()}
@@ -254,9 +261,10 @@ def restore_state(fresh: RunState, tensors: Mapping[str, Tensor], round: int) ->
         server = replace(server, frozen=frozen.to(shared.device), frozen_round=int(since))
         holds = tensors.get("holds", holds)
     clients = []
-    # A checkpoint of before this was written down knows only that some have trained.
-    trained = tensors.get("trained", torch.ones(len(fresh.clients), dtype=torch.bool)).tolist()
-    for client, held, learnt in zip(fresh.clients, holds.tolist(), trained, strict=True):
+    # Checkpoints of before this was written down know at most who has trained.
+    trained = tensors.get("trained", torch.ones(len(fresh.clients), dtype=torch.bool))
+    counted = tensors.get("counted", trained.long() * round).tolist()
+    for client, held, last in zip(fresh.clients, holds.tolist(), counted, strict=True):
         personal = tensors.get(f"client.{client.id}.personal")
         if personal is None or personal.shape != client.personal.shape:
             raise InputError(f"the checkpoint has no fitting private values of client {client.id}")
@@ -267,7 +275,7 @@ def restore_state(fresh: RunState, tensors: Mapping[str, Tensor], round: int) ->
                 memory=below(f"client.{client.id}.memory."),
                 optimiser=below(f"client.{client.id}.optimiser."),
                 holds=held,
-                trained=bool(learnt),
+                counted=int(last),
             )
         )
     return RunState(server, tuple(clients))

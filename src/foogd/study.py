@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
-import queue
+import os
+import pickle
 import signal
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, final
+
+import torch
 
 from .config import Config
+from .engine.eager import resolve_device
 from .errors import InputError
 from .methods.base import Method
 from .runs import Run
+from .trackers import tracked
 
 Read = Callable[[Path], tuple[Config, Method]]
 
 
+@final
+@dataclass(frozen=True)
+class Job:
+    """A run to train; `after` is a run that must be finished first, because this one starts from its weights."""
+
+    folder: Path
+    after: Path | None = None
+
+
+@final
+@dataclass(frozen=True)
+class Started:
+    """A run was given to a process."""
+
+    folder: Path
+
+
+@final
 @dataclass(frozen=True)
 class Progressed:
     """One finished round of one of the runs."""
@@ -32,33 +54,167 @@ class Progressed:
     refused: Mapping[int, str]
 
 
+@final
+@dataclass(frozen=True)
+class Finished:
+    """A run has nothing left to do."""
+
+    folder: Path
+
+
+@final
+@dataclass(frozen=True)
+class Failed:
+    """A run ended before its time: why, in one sentence, and where, as Python tells it."""
+
+    folder: Path
+    reason: str
+    trace: str = ""
+    error: Exception | None = None
+
+
+Event = Started | Progressed | Finished | Failed
+KILLED = "a worker process was killed: run the command again; it goes on from there"
+
+
+def possible_workers(wanted: int, devices: Sequence[str]) -> int:
+    """How many runs may work side by side: as many as wanted; 0 is one a core, or one alone where a GPU is used."""
+    if wanted:
+        return wanted
+    # Runs that share a GPU only wait for each other: one run fills it with several clients at once.
+    on_gpu = any(resolve_device(device).type == "cuda" for device in devices) and torch.cuda.is_available()
+    return 1 if on_gpu else os.cpu_count() or 1
+
+
 def train_all(folders: Sequence[Path], read: Read, workers: int) -> Iterator[Progressed]:
-    """Train what is left of these runs, `workers` at a time; yields after each round of any of them."""
-    if not folders:
-        return
-    context = multiprocessing.get_context("spawn")
-    with multiprocessing.Manager() as manager:
-        events = manager.Queue()
-        with ProcessPoolExecutor(max(1, workers), mp_context=context, initializer=_stop_at_once) as pool:
-            waiting: set[Future[None]] = {pool.submit(_train, folder, read, events) for folder in folders}
-            try:
-                while waiting or not events.empty():
-                    with contextlib.suppress(queue.Empty):
-                        yield events.get(timeout=0.2)
-                    for future in [future for future in waiting if future.done()]:
-                        waiting.remove(future)
-                        future.result()
-            except BrokenProcessPool:
-                raise InputError("a worker process was killed: run the command again; it goes on from there") from None
-            finally:
-                pool.shutdown(wait=True, cancel_futures=True)
+    """Train what is left of these runs, `workers` at a time; yields after each round, ends with the first failure."""
+    for event in work([Job(folder) for folder in folders], read, workers):
+        if isinstance(event, Failed):
+            raise event.error if event.error is not None else RuntimeError(event.trace or event.reason)
+        if isinstance(event, Progressed):
+            yield event
 
 
-def _stop_at_once() -> None:
-    # Files are replaced as a whole, so a worker may end at any moment; Python would print where it was.
+def work(
+    jobs: Sequence[Job],
+    read: Read,
+    workers: int,
+    *,
+    prepare: Callable[[Path], None] | None = None,
+    tracker: str = "",
+) -> Iterator[Event]:
+    """Train these runs in this order, `workers` at a time, each after the one that it starts from.
+
+    `prepare` is called with the folder of a run just before it starts. A run that fails, or whose process is killed,
+    does not stop the others; those that would start from it fail too.
+    """
+    pending = list(jobs)
+    crew: list[_Worker] = []
+    failed: set[Path] = set()
+    try:
+        while pending or any(worker.folder for worker in crew):
+            busy = [worker for worker in crew if worker.folder]
+            unfinished = {job.folder for job in pending} | {worker.folder for worker in busy}
+            ready = [job for job in pending if job.after is None or job.after not in unfinished]
+            assert ready or busy, "runs wait for each other"
+            for job in ready[: max(1, workers) - len(busy)]:
+                pending.remove(job)
+                problem = _begin(job, failed, prepare)
+                if problem is not None:
+                    failed.add(job.folder)
+                    yield problem
+                    continue
+                idle = next((worker for worker in crew if worker.folder is None), None)
+                if idle is None:
+                    crew.append(idle := _Worker(read, tracker))
+                idle.give(job.folder)
+                yield Started(job.folder)
+            for worker in _talking(crew):
+                event = worker.hear()
+                if isinstance(event, Failed):
+                    failed.add(event.folder)
+                    if not worker.alive:
+                        crew.remove(worker)
+                yield event
+    finally:
+        for worker in crew:
+            worker.end()
+
+
+def _begin(job: Job, failed: set[Path], prepare: Callable[[Path], None] | None) -> Failed | None:
+    if job.after in failed:
+        return Failed(job.folder, f"it starts from {job.after}, which failed")
+    try:
+        if prepare is not None:
+            prepare(job.folder)
+    except Exception as error:  # whatever is wrong with this run, the others go on
+        return _failure(job.folder, error)
+    return None
+
+
+def _failure(folder: Path, error: Exception) -> Failed:
+    trace = "" if isinstance(error, InputError) else "".join(traceback.format_exception(error))
+    words = " ".join(str(error).split()) or type(error).__name__
+    reason = words if isinstance(error, InputError) else f"{type(error).__name__}: {words}"
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # an error of a user's class may not travel between processes
+        return Failed(folder, reason, trace)
+    return Failed(folder, reason, trace, error)
+
+
+@final
+class _Worker:
+    """A process that trains one run after the other."""
+
+    def __init__(self, read: Read, tracker: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, read, tracker), daemon=True)
+        self._process.start()
+        theirs.close()  # so that its end is noticed here
+        self.folder: Path | None = None
+        self.alive = True
+
+    def give(self, folder: Path) -> None:
+        self.folder = folder
+        self.pipe.send(folder)
+
+    def hear(self) -> Event:
+        assert self.folder is not None
+        try:
+            event: Event = self.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self.alive = False
+            event = Failed(self.folder, KILLED, error=InputError(KILLED))
+        if not isinstance(event, Progressed):
+            self.folder = None
+        return event
+
+    def end(self) -> None:
+        # Files are replaced as a whole, so a worker may end at any moment.
+        self._process.terminate()
+        self._process.join()
+        self.pipe.close()
+
+
+def _talking(crew: Sequence[_Worker]) -> list[_Worker]:
+    """The workers that have something to say; waits for the first."""
+    by_pipe: dict[Any, _Worker] = {worker.pipe: worker for worker in crew if worker.folder}
+    return [by_pipe[pipe] for pipe in wait(list(by_pipe))] if by_pipe else []
+
+
+def _serve(pipe: Connection, read: Read, tracker: str) -> None:
+    # Python would print where it was.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def _train(folder: Path, read: Read, events: Any) -> None:
-    for result in Run.open(folder, read).train():
-        events.put(Progressed(folder, result.round, result.seconds, dict(result.losses), dict(result.refused)))
+    while True:
+        try:
+            folder: Path = pipe.recv()
+        except EOFError:  # whoever gave the work is gone
+            return
+        try:
+            for result in tracked(Run.open(folder, read), tracker):
+                pipe.send(Progressed(folder, result.round, result.seconds, dict(result.losses), dict(result.refused)))
+            pipe.send(Finished(folder))
+        except Exception as error:
+            pipe.send(_failure(folder, error))

@@ -144,6 +144,14 @@ class Update:
 
 
 @dataclass(frozen=True)
+class Missing:
+    """A client that was asked and sent nothing that can be used."""
+
+    client: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class ServerState:
     """All that the server knows between rounds; `round` counts the finished ones."""
 
@@ -167,4 +175,9 @@ class ClientState:
     memory: dict[str, Tensor] = field(default_factory=dict)
     optimiser: dict[str, Tensor] = field(default_factory=dict)  # momentum, where a run keeps it between rounds
     holds: int = -1  # `frozen_round` of the frozen nets that it was sent; -1: none yet
-    trained: bool = False  # whether an update of it has counted: before, its private values are those of the start
+    counted: int = 0  # the round of its last update that counted; 0: none yet
+
+    @property
+    def trained(self) -> bool:
+        """Whether an update of it has counted: before, its private values are those of the start."""
+        return self.counted > 0

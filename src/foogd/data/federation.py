@@ -164,8 +164,13 @@ class Federation:
                 *out_tests(outs, source.shape, clients=len(own)),
             ),
             mean=mean,
-            std=tuple(max(s, 1 / 255) for s in std),  # a constant channel must not divide by 0
+            std=usable_deviation(std),
         )
+
+
+def usable_deviation(std: Sequence[float]) -> tuple[float, ...]:
+    """Standard deviations to divide by: a constant channel must not divide by 0."""
+    return tuple(max(s, 1 / 255) for s in std)
 
 
 def _set_aside(
@@ -176,14 +181,16 @@ def _set_aside(
         raise InputError(f"calibration is {share}; a share of at least 0 and below 1 is needed.")
     if share == 0:
         return tuple(own), ()
-    kept, aside = [], []
-    for client, indices in enumerate(own):
-        n = len(indices)
-        count = min(max(round(share * n), 1), n - 1) if n > 1 else 0
-        order = torch.randperm(n, generator=generator(seed, "calibration", client)).to(indices.device)
-        kept.append(indices[order[count:].sort().values])
-        aside.append(indices[order[:count].sort().values])
-    return tuple(kept), tuple(aside)
+    parts = [set_aside(indices, share, seed, client) for client, indices in enumerate(own)]
+    return tuple(kept for kept, _ in parts), tuple(aside for _, aside in parts)
+
+
+def set_aside(indices: Tensor, share: float, seed: int, client: int) -> tuple[Tensor, Tensor]:
+    """One client's indices to train on and to set thresholds with."""
+    n = len(indices)
+    count = min(max(round(share * n), 1), n - 1) if n > 1 and share > 0 else 0
+    order = torch.randperm(n, generator=generator(seed, "calibration", client)).to(indices.device)
+    return indices[order[count:].sort().values], indices[order[:count].sort().values]
 
 
 def in_tests(

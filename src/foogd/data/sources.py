@@ -15,6 +15,7 @@ from .cache import cached
 from .catalogue import CATALOGUE, Entry, Layout, locate
 from .federation import fit_to
 from .readers import OnBad, Progress, named, read_npz, read_sites, read_table, read_tree, split_size
+from .standins import marked
 from .store import ImageStore
 
 IN_CLASSES = 8  # the first classes of fashion.npz; the others are the near OUT
@@ -88,7 +89,8 @@ def load_entry(
     def read(skipped: list[str]) -> ImageStore:
         return read_layout(layout, found, part=part, **more, **({"skipped": skipped} if layout.decodes else {}))
 
-    return cached(root, entry.name, found, cache_options(layout, size, part, on_bad), read)
+    store = cached(root, entry.name, found, cache_options(layout, size, part, on_bad), read)
+    return marked(store, root, entry.name)
 
 
 def cache_options(

@@ -6,7 +6,7 @@ import hashlib
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -51,6 +51,9 @@ class ImageStore:
             raise InputError(f"images have shape {tuple(images.shape)}; an ImageStore takes N×H×W×C or N×H×W.")
         if images.numel() == 0:
             raise InputError(f"images have shape {tuple(images.shape)}; an ImageStore needs at least one image.")
+        if images.shape[-1] == 1:
+            # The stride of one channel may be anything, and kernels read it: bits must not depend on a store's history.
+            images = images[..., 0].unsqueeze(-1)
         labels = _numbers(self.labels, "labels", len(images))
         classes = tuple(str(name) for name in self.classes)
         if classes and int(labels.max()) >= len(classes):
@@ -109,15 +112,16 @@ class ImageStore:
 
     def channel_moments(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Mean and standard deviation of each channel over all images in [0, 1], the same on every device."""
+        return moments(*self.channel_sums())
+
+    def channel_sums(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """Sum and sum of squares of each channel's values from 0 to 255, and how many values a channel has."""
         channels = self.shape[0]
         first, second = torch.zeros(2, channels, dtype=torch.int64, device=self.images.device)
         for chunk in torch.split(self.images, max(1, _CHUNK // self.images[0].numel())):
             values = chunk.reshape(-1, channels).long()
             first, second = first + values.sum(0), second + (values * values).sum(0)  # integers: no rounding
-        count = self.images.numel() // channels
-        mean = [int(total) / count for total in first]
-        std = [max(int(total) / count - m * m, 0.0) ** 0.5 for total, m in zip(second, mean, strict=True)]
-        return tuple(m / 255 for m in mean), tuple(s / 255 for s in std)
+        return tuple(first.tolist()), tuple(second.tolist()), self.images.numel() // channels
 
     def content_hash(self) -> str:
         """SHA-256 of shape, images and labels, as hex digits."""
@@ -167,6 +171,13 @@ class ImageStore:
             test=arrays.get("test"),
             domain_names=tuple(arrays["domain_names"].tolist()) if "domain_names" in arrays else (),
         )
+
+
+def moments(first: Sequence[int], second: Sequence[int], count: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation in [0, 1] from whole sums, which several stores may add up."""
+    mean = [total / count for total in first]
+    std = [max(total / count - m * m, 0.0) ** 0.5 for total, m in zip(second, mean, strict=True)]
+    return tuple(m / 255 for m in mean), tuple(s / 255 for s in std)
 
 
 def _read_npz(path: Path) -> Mapping[str, Any]:

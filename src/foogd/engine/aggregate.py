@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Protocol, final
+from typing import TYPE_CHECKING, Protocol, final
 
 import torch
 
+from ..config import Config
+from ..errors import InputError
 from ..types import ClientState, ServerState, Survey, Update
 from .arena import Layout
 
+if TYPE_CHECKING:
+    from ..methods.base import Method
 
-def refusal(update: Update, server: ServerState) -> str | None:
-    """Why an update may not count, or None: it must have the server's shape and only finite values."""
+
+def refusal(update: Update, server: ServerState, bound: float = 0.0) -> str | None:
+    """Why an update may not count, or None: it must have the server's shape and only finite values.
+
+    With a `bound` above 0 the row may not be further from the server's than that, in the Euclidean norm.
+    """
     if update.shared.shape != server.shared.shape:
         return f"its row has shape {tuple(update.shared.shape)}, the server's has {tuple(server.shared.shape)}"
     if update.shared.dtype != server.shared.dtype:
@@ -30,6 +38,10 @@ def refusal(update: Update, server: ServerState) -> str | None:
     mine = {name: tuple(value.shape) for name, value in update.integers.items()}
     if server.integers and mine != {name: tuple(value.shape) for name, value in server.integers.items()}:
         return "its integer buffers are not those of the server"
+    if bound > 0:
+        distance = float(torch.linalg.vector_norm(update.shared - server.shared, dtype=torch.float64))
+        if not distance <= bound:
+            return f"it moved the model by {distance:.4g}; the bound is {bound:g}"
     return None
 
 
@@ -90,6 +102,78 @@ class WeightedMean:
             return replace(server, round=server.round + 1)
         row = self._layout.from_second_moments(self._mean) if self._exact_bn else self._mean
         return replace(server, shared=row, integers=self._integers, round=server.round + 1)
+
+
+@final
+class Robust:
+    """A rule of its own for each net: the weighted mean, the median or the trimmed mean of each value.
+
+    Median and trimmed mean (Yin et al., ICML 2018) give every client one vote, whatever its weight; the trimmed mean
+    leaves out the ⌊trim·n⌋ largest and as many smallest of n values. All rows are held until the end of the round.
+    """
+
+    def __init__(self, layout: Layout, rules: Mapping[str, str], *, trim: float, exact_bn: bool = False) -> None:
+        self._mean, self._trim = WeightedMean(layout, exact_bn=exact_bn), trim
+        self._rules = {places: rules[net] for net, places in layout.net_ranges().items() if rules[net] != "mean"}
+        self._rows: list[torch.Tensor] = []
+
+    def add(self, update: Update) -> None:
+        self._mean.add(update)
+        self._rows.append(update.shared)
+
+    def finish(self, server: ServerState) -> ServerState:
+        """The server with the joined row; unchanged but for the round where nothing was added."""
+        joined = self._mean.finish(server)
+        if not self._rows:
+            return joined
+        row = joined.shared.clone()
+        for (start, stop), rule in self._rules.items():
+            values = torch.stack([own[start:stop] for own in self._rows])
+            row[start:stop] = median(values) if rule == "median" else trimmed_mean(values, self._trim)
+        return replace(joined, shared=row)
+
+
+def median(values: torch.Tensor) -> torch.Tensor:
+    """The median over the first axis; of an even number the mean of the two in the middle."""
+    ordered, n = values.sort(dim=0).values, len(values)
+    return torch.lerp(ordered[(n - 1) // 2], ordered[n // 2], 0.5)
+
+
+def trimmed_mean(values: torch.Tensor, trim: float) -> torch.Tensor:
+    """The mean over the first axis without the ⌊trim·n⌋ largest and as many smallest values."""
+    cut = int(trim * len(values))
+    return values.sort(dim=0).values[cut : len(values) - cut].mean(dim=0)
+
+
+RULES = ("mean", "median", "trimmed")
+
+
+def net_rules(text: str, groups: Mapping[str, tuple[str, ...]], nets: Iterable[str]) -> dict[str, str]:
+    """The rule of each net from the setting `aggregation`: "median", or "mean,score=median" with names of groups."""
+    words = [word.strip() for word in text.split(",")]
+    plain = [word for word in words if "=" not in word]
+    pairs = [word.partition("=") for word in words if "=" in word]
+    chosen = {group.strip(): rule.strip() for group, _, rule in pairs}
+    for rule in (*plain, *chosen.values()):
+        if rule not in RULES or len(plain) > 1:
+            raise InputError(
+                f"aggregation = {text!r} is not allowed: it must be {', '.join(RULES)}, or one for each group as in "
+                "'mean,score=median'"
+            )
+    for group in chosen:
+        if group not in groups:
+            raise InputError(f"aggregation = {text!r} names a group {group!r}: this method has {', '.join(groups)}")
+    of_net = {net: rule for group, rule in chosen.items() for net in groups[group]}
+    return {net: of_net.get(net, plain[0] if plain else "mean") for net in nets}
+
+
+def make_fold(config: Config, method: Method, layout: Layout) -> Fold:
+    """The rule of a run; the weighted mean alone needs no memory for each client."""
+    exact = config.bn_pool == "exact"
+    rules = net_rules(config.aggregation, method.groups, layout.net_ranges())
+    if set(rules.values()) <= {"mean"}:
+        return WeightedMean(layout, exact_bn=exact)
+    return Robust(layout, rules, trim=config.trim, exact_bn=exact)
 
 
 @final

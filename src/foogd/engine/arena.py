@@ -89,6 +89,18 @@ class Layout:
         """The names in the row that only the server changes."""
         return tuple(name for name, place in self.slices.items() if place.row == FROZEN)
 
+    def net_ranges(self, row: str = SHARED) -> dict[str, tuple[int, int]]:
+        """From where to where the values of each net lie in a row; those of a net stand together."""
+        found: dict[str, tuple[int, int]] = {}
+        end = 0
+        for name, place in self.slices.items():
+            if place.row == row and place.offset == end and place.stop > end:  # else tied to a value before it
+                net = name.partition(".")[0]
+                start, _ = found.get(net, (place.offset, 0))
+                found[net] = (start, place.stop)
+                end = place.stop
+        return found
+
     @torch.no_grad()
     def pack_frozen(self, nets: nn.ModuleDict) -> Float[Tensor, " f"]:
         """A copy of the nets' values that only the server changes, as one row."""

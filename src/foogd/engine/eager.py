@@ -16,7 +16,7 @@ from ..methods.base import Method
 from ..nets import make_backbone
 from ..nets.dropout import bind_dropout
 from ..nets.precision import in_bf16, resolve_precision
-from ..types import Batch, ClientState, Context, Nets, Optimiser, Phase, Rng, ServerState, Survey, Update
+from ..types import Batch, ClientState, Context, Missing, Nets, Optimiser, Phase, Rng, ServerState, Survey, Update
 from .arena import Layout, ServerNets
 from .batches import BatchMaker, epoch_positions, steps_per_epoch
 from .rng import Streams, derive_seed, generator
@@ -38,9 +38,13 @@ class Engine(Protocol):
 
     def personalise(self, server: ServerState, clients: Sequence[ClientState]) -> list[ClientState]: ...
 
-    def survey(self, server: ServerState, clients: Sequence[ClientState], round: int) -> list[Survey]: ...
+    def survey(
+        self, server: ServerState, clients: Sequence[ClientState], round: int
+    ) -> Sequence[Survey | Missing]: ...
 
-    def train(self, server: ServerState, clients: Sequence[ClientState], round: int) -> Iterator[Update]: ...
+    def train(
+        self, server: ServerState, clients: Sequence[ClientState], round: int
+    ) -> Iterator[Update | Missing]: ...
 
 
 class Task(Protocol):

@@ -19,7 +19,7 @@ from ..data.augment import fourier_mix_released
 from ..engine.arena import ServerNets
 from ..engine.rng import with_seed
 from ..functional import dsm, dsm_noise_target, ksd, ksd_released, langevin, median_bandwidth, mmd
-from ..nets.score import ScoreNet, frozen
+from ..nets.score import MixtureScore, ScoreNet, ScoreNetwork, frozen
 from ..types import (
     Batch,
     Context,
@@ -49,8 +49,14 @@ class FOOGD(Method):
     ce_on: str = field(default="both", metadata={"choices": ("ori", "both"), "help": "which views the base loss sees"})
     train_base: bool = field(default=True, metadata={"help": "false: only the score network learns"})
 
+    score_net: str = field(
+        default="mlp", metadata={"choices": ("mlp", "mixture"), "help": "mixture: one Gaussian a class, exact in sigma"}
+    )
     score_width: int = field(default=1024, metadata={"ge": 1, "help": "hidden width of the score network"})
     standardise: bool = field(default=True, metadata={"help": "score in the space of standardised features"})
+    log_share: float = field(
+        default=0.0, metadata={"ge": 0.0, "help": "c/size where features enter as log(1 + |z|/c); 0: as they are"}
+    )
     conditioned: bool = field(default=True, metadata={"help": "the score network knows its noise level"})
     score_features: str = field(
         default="eval", metadata={"choices": ("eval", "train"), "help": "the pass that feeds the score network"}
@@ -104,13 +110,17 @@ class FOOGD(Method):
 
     def build(self, backbone: nn.Module, num_classes: int, rng: Rng) -> Nets:
         nets = self.base.build(backbone, num_classes, rng)
-        nets["score"] = with_seed(
-            rng("score"),
-            lambda: ScoreNet(
-                feature_width(backbone), self.score_width, conditioned=self.conditioned, standardise=self.standardise
-            ),
-        )
+        nets["score"] = with_seed(rng("score"), lambda: self.score_network(feature_width(backbone), num_classes))
         return nets
+
+    def score_network(self, width: int, num_classes: int) -> ScoreNetwork:
+        """A fresh score network for features of this width."""
+        if self.score_net == "mixture":
+            return MixtureScore(width, num_classes, standardise=self.standardise, log_share=self.log_share)
+        return ScoreNet(
+            width, self.score_width, conditioned=self.conditioned, standardise=self.standardise,
+            log_share=self.log_share,
+        )  # fmt: skip
 
     def optimiser(self, group: str, default: Optimiser) -> Optimiser:
         if group != "score":
@@ -151,7 +161,7 @@ class FOOGD(Method):
 
     def losses(self, nets: Nets, batch: Batch, ctx: Context) -> dict[str, Tensor]:
         score = nets["score"]
-        assert isinstance(score, ScoreNet)
+        assert isinstance(score, ScoreNetwork)
         losses: dict[str, Tensor] = {}
         if self.train_base:
             losses.update(self.base.losses(nets, self.seen_by_base(batch), ctx))
@@ -160,7 +170,7 @@ class FOOGD(Method):
         if "score" in ctx.groups:
             z = self.clean_features(nets, batch)
             score.observe(z)
-            losses["score"] = self.sm3d(score, score.scale(z), ctx)
+            losses["score"] = self.sm3d(score, score.scale(z), batch.y, ctx)
         return losses
 
     def seen_by_base(self, batch: Batch) -> Batch:
@@ -169,7 +179,7 @@ class FOOGD(Method):
             return batch
         return both_views(batch) if self.ce_on == "both" else batch._replace(x_hat=None, z_hat=None)
 
-    def stein(self, score: ScoreNet, batch: Batch) -> Tensor:
+    def stein(self, score: ScoreNetwork, batch: Batch) -> Tensor:
         """sigma^p·KSD of the augmented features under the score, Eq. 11; it never reaches the score network.
 
         KSD has the unit 1/length². With p = 2, the weight that DSM has too, lengths count in units of sigma, and one
@@ -182,15 +192,20 @@ class FOOGD(Method):
         u = score.scale(batch.features)
         return weight * ksd_released(fixed(u, self.sigma), fixed(u_hat, self.sigma), u, u_hat)
 
-    def sm3d(self, score: ScoreNet, u: Tensor, ctx: Context) -> Tensor:
-        """(1 - lambda_m)·DSM + lambda_m·MMD, Eq. 8, on features in the score network's space."""
+    def sm3d(self, score: ScoreNetwork, u: Tensor, y: Tensor, ctx: Context) -> Tensor:
+        """(1 - lambda_m)·DSM + lambda_m·MMD, Eq. 8, on features in the score network's space.
+
+        A network that knows the classes learns each from its own features: samples of classes that a client does not
+        have would otherwise be pulled towards those that it has.
+        """
         terms = []
         if self.lambda_m < 1:
-            terms.append((1 - self.lambda_m) * self.denoising(score, u, ctx.rng))
+            terms.append((1 - self.lambda_m) * self.denoising(score, u, y, ctx.rng))
         if self.lambda_m > 0:
             start = torch.randn(u.shape, generator=ctx.rng("langevin"), device=u.device, dtype=u.dtype)
+            stream = ctx.rng("langevin")
             generated = langevin(
-                lambda v: score(v, self.sigma), start, step=self.step, steps=self.steps, rng=ctx.rng("langevin")
+                lambda v: score.given(v, self.sigma, y), start, step=self.step, steps=self.steps, rng=stream
             )
             both = torch.cat([u, generated])
             bandwidths = None if self.mmd_kernels == 2 else (median_bandwidth(both),)
@@ -200,7 +215,7 @@ class FOOGD(Method):
             total = total + term
         return total
 
-    def denoising(self, score: ScoreNet, u: Tensor, rng: Rng) -> Tensor:
+    def denoising(self, score: ScoreNetwork, u: Tensor, y: Tensor, rng: Rng) -> Tensor:
         """The DSM loss, Eq. 4, over the ladder of noise levels: ½ sigma^p ‖s(u + sigma v, sigma) + v/sigma‖²."""
         sigma: Tensor | float = self.sigma
         if self.sigma_levels > 1:
@@ -215,9 +230,9 @@ class FOOGD(Method):
             sigma = ladder[level]
         if self.dsm_target == "noise":
             return dsm_noise_target(
-                lambda v: score(v, sigma), u, sigma=sigma, rng=rng("dsm"), power=self.anneal_power
+                lambda v: score.given(v, sigma, y), u, sigma=sigma, rng=rng("dsm"), power=self.anneal_power
             )
-        return dsm(lambda v: score(v, sigma), u, sigma=sigma, rng=rng("dsm"), power=self.anneal_power)
+        return dsm(lambda v: score.given(v, sigma, y), u, sigma=sigma, rng=rng("dsm"), power=self.anneal_power)
 
     def clean_features(self, nets: Nets, batch: Batch) -> Tensor:
         """The features that the score network learns; by default of an eval pass, as detection will see them.
@@ -238,7 +253,7 @@ class FOOGD(Method):
     def score_of(self, nets: Nets) -> Score:
         """z ↦ s(z) at the level for detection, or at another one."""
         score = nets["score"]
-        assert isinstance(score, ScoreNet)
+        assert isinstance(score, ScoreNetwork)
 
         def at(z: Tensor, sigma: float | None = None) -> Tensor:
             out: Tensor = score(score.scale(z), self.sigma if sigma is None else sigma)

@@ -15,7 +15,7 @@ from .cnn import SmallCNN
 from .dropout import Dropout, bind_dropout, own_dropout
 from .generator import FeatureGenerator, ImageDiscriminator, ImageGenerator
 from .resnet import ResNet18
-from .score import ScoreNet, frozen
+from .score import MixtureScore, ScoreNet, ScoreNetwork, frozen
 from .wrn import WideResNet
 
 __all__ = [
@@ -24,8 +24,10 @@ __all__ = [
     "FeatureGenerator",
     "ImageDiscriminator",
     "ImageGenerator",
+    "MixtureScore",
     "ResNet18",
     "ScoreNet",
+    "ScoreNetwork",
     "SmallCNN",
     "WideResNet",
     "bind_dropout",

@@ -1,0 +1,59 @@
+"""What several commands share: the screen, options, tables, and how a run folder is opened."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as RichTable
+
+from .config import Config
+from .errors import InputError
+from .methods.base import Method
+from .report import Table
+from .runs import Run
+from .settings import read_run_config
+
+console = Console(width=None if sys.stdout.isatty() else 140)  # a file has no width of its own
+
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting; may be repeated.")
+]
+
+
+def say(text: str) -> None:
+    """A line of text as it is."""
+    console.print(escape(text), highlight=False, soft_wrap=True)
+
+
+def whole_number(option: str, text: str, least: int) -> int:
+    """The number that an option gives; typer's own message would not say what was found."""
+    if not (text.isdecimal() and text.isascii()) or int(text) < least:
+        raise InputError(f"{option} {text!r} is not allowed: it must be a whole number at least {least}")
+    return int(text)
+
+
+def open_or_create(folder: Path, config: Config, method: Method) -> Run:
+    """The run in this folder, which must have this configuration, or a new one; a kill may come before the folder."""
+    if not folder.exists():
+        return Run.create(folder, config, method)
+    Run.open(folder, read_run_config).same_as(config, method)
+    return Run(folder, config, method)
+
+
+def rich_table(table: Table, words: int = 2, ruled: bool = True) -> RichTable:
+    """A table on the screen: some columns of words, then numbers; if ruled, a line where the first word changes."""
+    grid = RichTable(title=table.title, title_justify="left")
+    for index, name in enumerate(table.columns):
+        grid.add_column(escape(name), justify="left" if index < words else "right", no_wrap=index < 2)
+    last = None
+    for row in table.rows:
+        if ruled and last is not None and row[0] != last:
+            grid.add_section()
+        grid.add_row(*(escape(cell) for cell in row))
+        last = row[0]
+    return grid

@@ -1,0 +1,75 @@
+"""The commands `foogd report` and `foogd figures`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .cli_parts import say, whole_number
+from .documents import csv_report, latex_report, markdown_report
+from .errors import InputError
+from .records import collect, find_runs
+from .runs import write_atomic
+
+FORMATS = {".html": "html", ".htm": "html", ".md": "md", ".csv": "csv", ".tex": "latex"}
+Places = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders of them.")]
+
+
+def add_report_commands(app: typer.Typer) -> None:
+    """Register the commands."""
+    app.command()(report)
+    app.command()(figures)
+
+
+def report(
+    runs: Places,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The file to write: .html, .md, .csv or .tex.")] = Path(
+        "report.html"
+    ),
+    form: Annotated[
+        str | None, typer.Option("--format", help="html, md, csv or latex; default: by the suffix.")
+    ] = None,
+    title: Annotated[str, typer.Option(help="Title of the page.")] = "",
+    maps: Annotated[str, typer.Option(metavar="N", help="Most maps of features (t-SNE); 0: none.")] = "12",
+) -> None:
+    """Results of runs side by side, as one page. Example: foogd report runs/demo --out report.html"""
+    if form is not None and form not in FORMATS.values():
+        raise InputError(f"--format {form!r} is not allowed: use {', '.join(dict.fromkeys(FORMATS.values()))}")
+    chosen = form or FORMATS.get(out.suffix.lower())
+    if chosen is None:
+        raise InputError(f"--out {str(out)!r} does not say a format: end it in {', '.join(FORMATS)}, or give --format")
+    most = whole_number("--maps", maps, 0)
+    collection = collect(find_runs(runs))
+    if chosen == "html":
+        from .html import html_report
+
+        text = html_report(collection, title=title, maps=most, tell=say)
+    else:
+        text = {"md": markdown_report, "csv": csv_report, "latex": latex_report}[chosen](collection)
+    write_atomic(out, text.encode())
+    for note in collection.notes:
+        say(note)
+    say(f"{len(collection.records)} runs in {out} ({len(text.encode()) / 2**20:.1f} MiB)")
+
+
+def figures(
+    runs: Places,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the figures.")] = Path("figures"),
+    vector: Annotated[str, typer.Option(help="Vector format beside PNG: pdf or svg.")] = "pdf",
+    maps: Annotated[str, typer.Option(metavar="N", help="Most maps of features (t-SNE); 0: none.")] = "12",
+) -> None:
+    """Figures of runs in files, vector and PNG. Example: foogd figures runs/demo --out figures"""
+    if vector not in ("pdf", "svg"):
+        raise InputError(f"--vector {vector!r} is not allowed: use pdf or svg")
+    from .figures import all_figures, save_figure
+
+    count = 0
+    collection = collect(find_runs(runs))
+    for name, figure in all_figures(collection, maps=whole_number("--maps", maps, 0), tell=say):
+        save_figure(out / name, figure, vector)
+        count += 1
+    for note in collection.notes:
+        say(note)
+    say(f"{count} figures in {out}, each as {vector.upper()} and PNG")

@@ -1,0 +1,313 @@
+"""The commands about several runs: `foogd sweep | compare | toy`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, final
+
+import torch
+import typer
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table as RichTable
+
+from .cli_data import decode
+from .cli_parts import Set, console, open_or_create, rich_table, say, whole_number
+from .compare import compare_runs
+from .config import Config
+from .errors import InputError
+from .methods.base import Method
+from .runs import Run, write_atomic
+from .settings import parse_assignments, read_run_config
+from .study import Event, Failed, Job, Progressed, Started, possible_workers, work
+from .sweep import FAILURES, RUNS, TABLE, Plan, plan, read_sweep, sweep_names, sweep_tables, tables_text, with_data
+from .toy import (
+    CLIENTS,
+    TARGET,
+    Training,
+    federated_figure,
+    federated_toy,
+    lambda_figure,
+    lambda_toy,
+    outcomes_table,
+    save_figure,
+)
+from .trackers import check_tracker
+
+SECONDS = 10.0  # between two lines about rounds where the output is a file
+
+
+def add_study_commands(app: typer.Typer) -> None:
+    """Register the commands of this file."""
+    app.command()(sweep)
+    app.command()(compare)
+    app.command()(toy)
+
+
+def sweep(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A sweep of the package, or a TOML file.")] = None,
+    scale: Annotated[str, typer.Option(help="tiny: a minute; small: on a processor; full: as it stands.")] = "full",
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Its folder; default runs/NAME-SCALE.")] = None,
+    workers: Annotated[str, typer.Option(metavar="N", help="Runs side by side; 0: one a core, one on a GPU.")] = "0",
+    tracker: Annotated[str, typer.Option(help="tensorboard, wandb or mlflow.")] = "",
+    settings: Set = None,
+    listed: Annotated[bool, typer.Option("--list", help="List the sweeps of the package.")] = False,
+    planned: Annotated[bool, typer.Option("--plan", help="Only print the runs.")] = False,
+) -> None:
+    """Train many runs and make their tables; the same words go on. Example: foogd sweep cifar10 --scale tiny"""
+    if listed:
+        show_sweeps()
+        return
+    if name is None:
+        raise InputError("name a sweep: foogd sweep --list shows them, or give a TOML file")
+    title = Path(name).stem if name.endswith(".toml") else name
+    this = plan(title, read_sweep(name), scale, parse_assignments(settings or []))
+    folder = out or Path("runs") / (this.name if scale == "full" else f"{this.name}-{scale}")
+    side_by_side = whole_number("--workers", workers, 0)
+    check_tracker(tracker)
+    if planned:
+        for point in this.points:
+            say(f"{point.name}" + (f", after {point.start}" if point.start else ""))
+        return
+    # Whatever is wrong with a setting is said before anything is made.
+    found = {folder / RUNS / point.name: this.resolved(point, folder) for point in this.points}
+    asked, this = this, with_data(this, folder, [config for config, _ in found.values()])
+    if this is not asked:
+        found = {folder / RUNS / point.name: this.resolved(point, folder) for point in this.points}
+    for sentence in this.warnings:
+        console.print(escape(sentence), style="bold red", highlight=False)
+    for config in {(c.data, c.out, c.data_root): c for c, _ in found.values()}.values():
+        decode(config)
+    failures = train_sweep(this, folder, found, side_by_side, tracker)
+    finish(this, folder, failures)
+    if failures:
+        sys.exit(1)
+
+
+def compare(
+    run_a: Annotated[Path, typer.Argument(metavar="RUN_A", help="A finished run folder.")],
+    run_b: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another one, tested on the same images.")],
+    detector: Annotated[
+        list[str] | None, typer.Option(metavar="NAME|A:B", help="A name, or one for each run; may be repeated.")
+    ] = None,
+    scope: Annotated[str, typer.Option(help="weighted over clients, or pooled.")] = "weighted",
+    resamples: Annotated[str, typer.Option(metavar="N", help="Resamples of the test images.")] = "1000",
+    seed: Annotated[str, typer.Option(metavar="N", help="Seed of the resamples.")] = "0",
+    out: Annotated[Path | None, typer.Option(metavar="FILE.md", help="Write the tables to this file too.")] = None,
+) -> None:
+    """What differs between two runs, image by image. Example: foogd compare runs/a runs/b --detector msp:score_norm"""
+    pairs = None if detector is None else [detector_pair(text) for text in detector]
+    say("Resampling the test images ...")
+    found = compare_runs(
+        run_a,
+        run_b,
+        detectors=pairs,
+        scope=scope,
+        resamples=whole_number("--resamples", resamples, 10),
+        seed=whole_number("--seed", seed, 0),
+    )
+    say(f"A: {run_a}\nB: {run_b}")
+    tables = [found.settings_table(), found.results_table()]
+    for table in tables:
+        console.print(rich_table(table, words=3, ruled=table is tables[1]))
+    for note in found.notes:
+        say(f"Note: {note}.")
+    if out is not None:
+        text = [f"# {run_a} (A) and {run_b} (B)", "", *(f"Note: {note}.\n" for note in found.notes)]
+        for table in tables:
+            text += [f"({table.title})", "", table.markdown((0, 1, 2)), ""]
+        write_atomic(out, "\n".join(text).encode())
+        say(f"Tables: {out}")
+
+
+def detector_pair(text: str) -> tuple[str, str]:
+    """`msp` for both runs, or `msp:score_norm` for the first and the second."""
+    first, colon, second = text.partition(":")
+    if not first or (colon and not second):
+        raise InputError(f"--detector {text!r} is not of the form NAME or A:B")
+    return first, second or first
+
+
+def toy(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of figures and tables.")] = Path("runs/toy"),
+    scale: Annotated[str, typer.Option(help="tiny: seconds, to see that it works; full: about two minutes.")] = "full",
+    seed: Annotated[str, typer.Option(metavar="N", help="Seed of points, networks and all draws.")] = "0",
+) -> None:
+    """Draw the 2-D toys: SM3D by lambda_m, scores of a federation. Example: foogd toy --out runs/toy"""
+    if scale not in ("tiny", "full"):
+        raise InputError(f"--scale {scale!r} is not allowed: use tiny or full")
+    how = Training() if scale == "full" else Training(steps=20, batch=32, width=16, chain=3)
+    number = whole_number("--seed", seed, 0)
+    torch.set_num_threads(1)  # nets this small lose time to threads
+    say("SM3D for each lambda_m ...")
+    data, found = lambda_toy(how=how, seed=number)
+    tables = [outcomes_table("one network, by the share of MMD", found, TARGET, how, number)]
+    files = save_figure(lambda_figure(data, found, TARGET), out / "toy-lambda")
+    say("A federation of three clients ...")
+    longer = replace(how, steps=2 * how.steps)  # without MMD a step is cheap
+    own, ways = federated_toy(how=longer, rounds=(20, 200) if scale == "full" else (2, 4), seed=number)
+    everyone = CLIENTS[0].joined(CLIENTS[1:])
+    tables.append(outcomes_table("three clients with modes of their own", ways, everyone, how, number))
+    files += save_figure(federated_figure(own, ways, everyone, how), out / "toy-federated")
+    text = ["# Toys in the plane", "", f"Scale {scale}, seed {number}, {how}.", ""]
+    for table in tables:
+        console.print(rich_table(table, words=1, ruled=False))
+        text += [f"({table.title})", "", table.markdown((0,)), ""]
+    write_atomic(out / "toy.md", "\n".join(text).encode())
+    say(f"Figures: {', '.join(map(str, files))}\nTables: {out / 'toy.md'}")
+
+
+def show_sweeps() -> None:
+    """The sweeps of the package, with what each is and how many runs it has."""
+    grid = RichTable("name", "runs", "what it is", box=None, pad_edge=False)
+    for name in sweep_names():
+        content = read_sweep(name)
+        grid.add_row(name, str(len(plan(name, content).points)), escape(content.get("about", "")))
+    console.print(grid, highlight=False)
+    say("\nTry one in about a minute: foogd sweep NAME --scale tiny")
+
+
+def train_sweep(
+    this: Plan, folder: Path, found: Mapping[Path, tuple[Config, Method]], workers: int, tracker: str
+) -> dict[str, str]:
+    """Train what is left; the runs that failed, with the reason."""
+    left, failures = [], {}
+    for point in this.points:
+        place = folder / RUNS / point.name
+        try:
+            if place.exists() and open_or_create(place, *found[place]).is_finished():
+                continue
+        except InputError as error:  # one damaged folder does not stop the others
+            failures[point.name] = str(error)
+            continue
+        left.append(Job(place, None if point.start is None else folder / RUNS / point.start))
+    for job in left:
+        if job.after is not None and job.after.name in failures:
+            failures[job.folder.name] = f"it starts from {job.after.name}, which failed"
+    left = [job for job in left if job.folder.name not in failures]
+    # Runs that others wait for go first, then the longest, so that no core waits at the end.
+    awaited = {job.after for job in left}
+    left.sort(key=lambda job: (job.folder not in awaited, -found[job.folder][1].effort))
+    if not left:
+        return failures
+
+    def prepare(place: Path) -> None:
+        open_or_create(place, *found[place])
+
+    count = possible_workers(workers, [config.device for config, _ in found.values()])
+    say(f"{len(left)} of {len(found)} runs are left, {count} side by side, in {folder}")
+    traces = {}
+    with Screen({job.folder: found[job.folder] for job in left}) as screen:
+        for event in work(left, read_run_config, count, prepare=prepare, tracker=tracker):
+            screen.update(event)
+            if isinstance(event, Failed):
+                failures[event.folder.name] = event.reason
+                traces[event.folder.name] = event.trace or event.reason
+    if traces:
+        text = "\n\n".join(f"{name}\n{trace}" for name, trace in traces.items())
+        write_atomic(folder / FAILURES, text.encode())
+    elif not failures:
+        (folder / FAILURES).unlink(missing_ok=True)
+    return failures
+
+
+def finish(this: Plan, folder: Path, failures: Mapping[str, str]) -> None:
+    """The tables, on the screen and in a file, and what comes next."""
+    tables = sweep_tables(this, folder, failures)
+    write_atomic(folder / TABLE, tables_text(this, tables, failures).encode())
+    for table in tables:
+        console.print(rich_table(table))
+    for sentence in this.warnings:
+        console.print(escape(sentence), style="bold red", highlight=False)
+    for name, reason in failures.items():
+        console.print(escape(f"failed: {name}: {reason}"), style="red", highlight=False, soft_wrap=True)
+    if failures:
+        say(f"{len(failures)} of {len(this.points)} runs failed; the same words try them again.")
+    say(f"Tables: {folder / TABLE}")
+    say(f"Report: foogd report {folder / RUNS}/* --out {folder / 'report.html'}")
+
+
+@final
+class Screen:
+    """A live table with the time left on a terminal; elsewhere a line when a run ends, and now and then one between."""
+
+    def __init__(self, runs: Mapping[Path, tuple[Config, Method]]) -> None:
+        self._runs = runs
+        # A round of a method costs about its effort; what an earlier call has finished is not work of this one.
+        self._cost = {place: config.rounds * method.effort for place, (config, method) in runs.items()}
+        self._done: dict[Path, float] = dict.fromkeys(runs, 0.0)
+        self._at: dict[Path, Progressed | None] = {}
+        self._ended = self._failed = 0
+        self._began = self._said = time.monotonic()
+        self._live = Live(console=console, refresh_per_second=2, transient=True, get_renderable=self._table)
+
+    def __enter__(self) -> Screen:
+        for place, (config, method) in self._runs.items():
+            if place.exists():
+                done = Run(place, config, method).finished_rounds()
+                self._cost[place] = (config.rounds - done) * method.effort
+        if console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if console.is_terminal:
+            self._live.stop()
+
+    def update(self, event: Event) -> None:
+        """Take note of an event, and say what is worth a line."""
+        place = event.folder
+        config, method = self._runs[place]
+        if isinstance(event, Started):
+            self._at[place] = None
+        elif isinstance(event, Progressed):
+            self._at[place] = event
+            self._done[place] += method.effort
+            for client, reason in event.refused.items():
+                say(f"  {place.name}: the update of client {client} was refused: {reason}")
+            if not console.is_terminal and time.monotonic() - self._said > SECONDS:
+                self._line(f"{place.name}: round {event.round}/{config.rounds}, {event.seconds:.1f} s")
+        else:
+            self._at.pop(place, None)
+            self._done[place] = self._cost[place]
+            self._ended += 1
+            self._failed += isinstance(event, Failed)
+            ending = f"FAILED: {event.reason}" if isinstance(event, Failed) else "finished"
+            self._line(f"{place.name}: {ending}")
+
+    def _line(self, text: str) -> None:
+        self._said = time.monotonic()
+        say(f"[{self._ended}/{len(self._runs)}] {text}; {self._left()}")
+
+    def _left(self) -> str:
+        done, whole = sum(self._done.values()), sum(self._cost.values())
+        if not done:
+            return "time left not known yet"
+        ahead = (time.monotonic() - self._began) / done * (whole - done)
+        return f"about {duration(ahead)} left"
+
+    def _table(self) -> RichTable:
+        failed = f", {self._failed} failed" if self._failed else ""
+        title = f"{self._ended} of {len(self._runs)} runs ended{failed}; {self._left()}"
+        grid = RichTable("run", "round", "s a round", "loss", title=title, title_justify="left")
+        for place, last in self._at.items():
+            rounds = self._runs[place][0].rounds
+            if last is None:
+                grid.add_row(escape(place.name), f"–/{rounds}", "–", "–")
+            else:
+                losses = ", ".join(f"{group} {value:.3f}" for group, value in last.losses.items())
+                grid.add_row(escape(place.name), f"{last.round}/{rounds}", f"{last.seconds:.1f}", escape(losses))
+        return grid
+
+
+def duration(seconds: float) -> str:
+    """A time that people read at a glance."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"

@@ -1,0 +1,296 @@
+"""What a report's runs have shown, in plain sentences."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from .published import departures
+from .records import Collection, Scene, shown
+from .report import Cell, Grid, Measure, Report, detector_name, paper_detector
+
+HARD = 80.0  # an AUROC below it is called hard, in %
+NEAR = 2.0  # points from a published number that still count as near
+
+
+@final
+@dataclass(frozen=True)
+class Finding:
+    """A heading of a few words and one or two sentences; `tone` is found, weak or note."""
+
+    title: str
+    text: str
+    tone: str = "found"
+
+
+@final
+@dataclass(frozen=True)
+class Entry:
+    """One number with whose it is."""
+
+    method: str
+    detector: str
+    cell: Cell
+
+    @property
+    def who(self) -> str:
+        return f"{self.method} with {detector_name(self.detector)}" if self.detector else self.method
+
+
+def findings(collection: Collection) -> list[Finding]:
+    """The best of each measure, the price of a threshold, what is weak, and what to be careful with."""
+    several = len(collection.scenes) > 1
+    found = [one for scene in collection.scenes for one in (_short(scene) if several else _long(scene))]
+    return [*found, *_weak(collection), *_against_the_paper(collection), *_cautions(collection)]
+
+
+def _short(scene: Scene) -> Iterator[Finding]:
+    """One finding a table, for reports with several."""
+    report = scene.report
+    clean, shifted = (ranking(report, Measure("accuracy", split)) for split in ("in", "in-c"))
+    parts = []
+    if clean and shifted and clean[0].method == shifted[0].method:
+        parts.append(
+            f"{clean[0].who} is best on clean images ({clean[0].cell.text()} %) and on shifted ones "
+            f"({shifted[0].cell.text()} %)"
+        )
+    else:
+        for words, ranked in (("clean", clean), ("shifted", shifted)):
+            parts += [f"{ranked[0].who} is best on {words} images ({ranked[0].cell.text()} %)"] if ranked else []
+    winners: dict[str, list[str]] = {}
+    for name in report.out_sets():
+        ranked = ranking(report, Measure("auroc", "out", name, detected=True))
+        if ranked:
+            winners.setdefault(ranked[0].who, []).append(f"{name} ({ranked[0].cell.mean:.1f})")
+    parts += [f"{who} finds {_listed(sets)} best (AUROC)" for who, sets in winners.items()]
+    sentences = ["; ".join(parts) + "."] if parts else []
+    sentences += [one.text for one in _price(report)]
+    if sentences:
+        yield Finding(scene.title, " ".join(sentences))
+
+
+def _listed(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _long(scene: Scene) -> Iterator[Finding]:
+    report = scene.report
+    clean, shifted = (ranking(report, Measure("accuracy", split)) for split in ("in", "in-c"))
+    if clean:
+        text = f"{clean[0].who} classifies {clean[0].cell.text()} % of the clean test images"
+        yield Finding("Clean images", f"{text}{_lead(clean)}.")
+    if shifted:
+        best = shifted[0]
+        text = f"{best.who} keeps {best.cell.text()} % on corrupted or shifted images{_lead(shifted)}."
+        own = next((entry for entry in clean if entry.method == best.method), None)
+        if own is not None:
+            text += f" That is {own.cell.mean - best.cell.mean:.1f} points below its clean accuracy."
+        yield Finding("Shifted images", text)
+    for name in report.out_sets():
+        ranked = ranking(report, Measure("auroc", "out", name, detected=True))
+        if not ranked:
+            continue
+        best = ranked[0]
+        fpr = report.values(method=best.method, metric="fpr95", split="out", detector=best.detector, dataset=name)
+        # The best of many, chosen by the test images themselves: the number of candidates belongs to it.
+        text = f"of {len(ranked)} pairs of method and detector, " if len(ranked) > 1 else ""
+        text += f"{best.who} separates them best: AUROC {best.cell.text()}"
+        text = text[0].upper() + text[1:] if len(ranked) > 1 else text
+        if fpr:
+            text += f", and {Cell(tuple(fpr)).text()} % of them pass where 95 % of IN do"
+        reported = _of_the_paper(ranked)
+        if reported and reported[0].who != best.who:
+            text += f". Of the detectors that the paper uses, the best is {reported[0].who} ({reported[0].cell.text()})"
+        yield Finding(f"Unknown images: {name}", f"{text}.")
+    yield from _price(report)
+
+
+def ranking(report: Report, measure: Measure) -> list[Entry]:
+    """All numbers of a measure, the best first."""
+    grid = report.grid([measure], lambda method, known: known if measure.detected else [""])
+    entries = [Entry(line.method, line.detector, line.cells[0]) for line in grid.lines if line.cells[0].values]
+    return sorted(entries, key=lambda entry: entry.cell.mean, reverse=not measure.smaller_is_better)
+
+
+def _of_the_paper(ranked: list[Entry]) -> list[Entry]:
+    """Of each method the entry of the detector that the paper uses for it."""
+    known: dict[str, list[str]] = {}
+    for entry in ranked:
+        known.setdefault(entry.method, []).append(entry.detector)
+    return [entry for entry in ranked if entry.detector == paper_detector(entry.method, known[entry.method])]
+
+
+def _lead(ranked: list[Entry]) -> str:
+    """How far the first is ahead of the second, and whether seeds differ by as much."""
+    if len(ranked) < 2:
+        return ""
+    first, second = ranked[:2]
+    lead = abs(first.cell.mean - second.cell.mean)
+    spread = math.hypot(first.cell.deviation or 0.0, second.cell.deviation or 0.0)
+    if first.cell.deviation is not None and lead <= spread:
+        return f", level with {second.who} ({second.cell.text()} %) within the deviation between seeds"
+    return f", {lead:.1f} points more than {second.who}"
+
+
+def _price(report: Report) -> Iterator[Finding]:
+    """What the threshold does to shifted images, for the detectors of the paper."""
+    ranked = _of_the_paper(ranking(report, Measure("rejected", "in-c", detected=True)))
+    if not ranked:
+        return
+    least, most = ranked[0], ranked[-1]
+    text = f"The threshold that 95 % of IN pass rejects {least.cell.text()} % of IN-C for {least.who}"
+    if most.who != least.who:
+        text += f" and {most.cell.text()} % for {most.who}"
+    yield Finding("The price of a threshold", f"{text}. Without any effect of the shift it would be 5 %.")
+
+
+def _weak(collection: Collection) -> Iterator[Finding]:
+    """The hardest OUT set, detectors below chance, the corruption and the clients that suffer most."""
+    several = len(collection.scenes) > 1
+    hardest: list[tuple[float, str]] = []
+    costs: list[tuple[float, str]] = []
+    gaps: list[tuple[float, str]] = []
+    pairs: list[Entry] = []
+    for scene in collection.scenes:
+        place = f" ({scene.title})" if several else ""
+        for name in scene.report.out_sets():
+            ranked = ranking(scene.report, Measure("auroc", "out", name, detected=True))
+            pairs += ranked
+            if ranked:
+                top = ranked[0].cell.mean
+                hardest.append((top, f"{name} stays hard to detect: the best AUROC is {top:.1f}{place}."))
+        costs += _costs(scene, place)
+        gaps += _gaps(scene, place)
+    parts = [min(hardest)[1]] if hardest and min(hardest)[0] < HARD else []
+    under = [entry for entry in pairs if entry.cell.mean < 50]
+    if under:
+        kinds = list(dict.fromkeys(detector_name(entry.detector) for entry in under))
+        names = ", ".join(kinds[:4]) + (" and others" if len(kinds) > 4 else "")
+        parts.append(f"in {len(under)} of {len(pairs)} cases a detector ranks OUT worse than chance ({names}).")
+    parts += [min(costs)[1]] if costs else []
+    parts += [max(gaps)[1]] if gaps and max(gaps)[0] > 0.1 else []
+    if parts:
+        yield Finding("Weak points", " ".join(part[0].upper() + part[1:] for part in parts), "weak")
+
+
+def _costs(scene: Scene, place: str) -> list[tuple[float, str]]:
+    """The corruption on which the method that is best on shifted images has the lowest accuracy."""
+    shifted = ranking(scene.report, Measure("accuracy", "in-c"))
+    if not shifted:
+        return []
+    best = shifted[0].method
+    by_kind: dict[str, list[float]] = {}
+    for row in scene.report.rows_of(best, "accuracy", "in-c"):
+        by_kind.setdefault(row.corruption or row.dataset, []).append(row.value)
+    if len(by_kind) < 2:
+        return []
+    kind, values = min(by_kind.items(), key=lambda item: statistics.fmean(item[1]))
+    mean = 100 * statistics.fmean(values)
+    return [(mean, f"{spoken(kind)} costs {best} most: {mean:.1f} % accuracy{place}.")]
+
+
+def _gaps(scene: Scene, place: str) -> list[tuple[float, str]]:
+    """How far the clients of each run are apart in accuracy."""
+    found = []
+    for group in scene.groups:
+        for record in group.records:
+            own = {
+                row.client: row.value
+                for row in record.rows
+                if (row.scope, row.split, row.metric) == ("client", "in", "accuracy")
+            }
+            if len(own) > 1:
+                low, high = min(own, key=lambda c: own[c]), max(own, key=lambda c: own[c])
+                text = (
+                    f"clients differ: with {group.label}, seed {record.seed}{place}, client {low} has "
+                    f"{100 * own[low]:.0f} % on its clean images and client {high} {100 * own[high]:.0f} %."
+                )
+                found.append((own[high] - own[low], text))
+    return found
+
+
+def spoken(name: str) -> str:
+    """A name of the code as words."""
+    return name.replace("_", " ")
+
+
+def _against_the_paper(collection: Collection) -> Iterator[Finding]:
+    cells, far, departing = [], 0, 0
+    for scene in collection.scenes:
+        grid = paper_grid(scene)
+        for line in grid.lines:
+            compared = [cell for cell in line.cells if cell.published is not None]
+            if compared and line.marks:
+                departing += 1
+            elif compared:
+                cells += compared
+                far += sum(abs(cell.difference or 0.0) > NEAR for cell in compared)
+    if cells:
+        mean = statistics.fmean(abs(cell.difference or 0.0) for cell in cells)
+        text = (
+            f"{len(cells) - far} of {len(cells)} numbers lie within {NEAR:g} points of the published ones; "
+            f"on average they are {mean:.1f} points away."
+        )
+        yield Finding("Against the paper", text)
+    if departing:
+        text = f"{departing} lines with published numbers were run at other settings (†): their differences say little."
+        yield Finding("Against the paper", text, "note")
+
+
+def paper_grid(scene: Scene) -> Grid:
+    """The results in the paper's layout: every method with the detector that the paper uses for it."""
+    return scene.report.grid(
+        scene.report.paper_columns(),
+        lambda method, known: [name for name in [paper_detector(method, known)] if name],
+        settings={group.label: {} if group.stand_in else group.settings for group in scene.groups},
+        departs={group.label: departures(group.settings) for group in scene.groups},
+    )
+
+
+def joint_grid(scene: Scene) -> Grid | None:
+    """The joint view with the paper's detectors; None where it was not measured."""
+    columns = scene.report.joint_columns()
+    if not columns:
+        return None
+    return scene.report.grid(columns, lambda method, known: [name for name in [paper_detector(method, known)] if name])
+
+
+def _cautions(collection: Collection) -> Iterator[Finding]:
+    records = collection.records
+    parts = []
+    if all(len(group.records) == 1 for group in collection.groups):
+        parts.append("Each method ran with one seed: small differences may be chance.")
+    made_up = list(dict.fromkeys(record.stand_in for record in records if record.stand_in))
+    if made_up:
+        parts.insert(0, f"NOT REAL DATA: the images of {', '.join(made_up)} are made up.")
+    unfinished = [record for record in records if not record.finished]
+    if unfinished:
+        some = ", ".join(f"{r.folder.name} ({r.last_round} of {r.settings['rounds']})" for r in unfinished[:3])
+        more = f" and {len(unfinished) - 3} more" if len(unfinished) > 3 else ""
+        parts.append(f"Not finished: {some}{more} rounds; the last evaluated round is shown.")
+    refused = {record.folder.name: sum(len(line["refused"]) for line in record.rounds) for record in records}
+    refused = {name: count for name, count in refused.items() if count}
+    if refused:
+        parts.append(f"{sum(refused.values())} updates of clients were refused, in {len(refused)} of the runs.")
+    leaks: dict[str, int] = {}
+    for record in records:
+        for name, count in record.partition.get("training_images_in_tests", {}).items():
+            leaks[name] = max(leaks.get(name, 0), count)
+    leaks = {name: count for name, count in leaks.items() if count}
+    if leaks:
+        named = ", ".join(f"{count} in {name}" for name, count in list(leaks.items())[:4])
+        parts.append(f"Training images are in test sets: {named}.")
+    parts += collection.notes
+    if parts:
+        yield Finding("To keep in mind", " ".join(parts), "note")
+
+
+def headline(collection: Collection) -> str:
+    """A title for the whole report."""
+    methods = list(dict.fromkeys(group.method for group in collection.groups))
+    data = list(dict.fromkeys(shown(record.settings["data"]) for record in collection.records))
+    what = methods[0] if len(methods) == 1 else f"{len(methods)} methods"
+    return f"{what} on {', '.join(data[:3])}" + (" and others" if len(data) > 3 else "")

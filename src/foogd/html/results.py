@@ -1,0 +1,162 @@
+"""Sections of numbers: the paper's table, all detectors, the joint view, shifted images."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from ..curves import corruption_values, severities, severity_curve, shifts
+from ..findings import Finding, findings, joint_grid, paper_grid, spoken
+from ..published import NOTE, published
+from ..records import Collection, Scene
+from ..report import Cell, Measure, detector_name
+from .blocks import NOTHING, by_scene, charts, figure, fine, lead, method_legend, styles, switch
+from .charts import Series, line_chart
+from .markup import Html, h, join
+from .tables import EMPTY, Shown, grid_table, number_text, published_text, table
+
+
+def summary(collection: Collection) -> Html:
+    """What was found, in words."""
+    return h("dl", [_finding(one) for one in findings(collection)], class_="findings")
+
+
+def _finding(one: Finding) -> Html:
+    text = one.text.replace(" %", "\u00a0%").replace(" ± ", "\u00a0±\u00a0")
+    return h("div", h("dt", one.title), h("dd", text), class_=one.tone)
+
+
+def results(collection: Collection) -> Html:
+    """The paper's layout, a table for each setting, with published numbers below measured ones."""
+    grids = [(scene, paper_grid(scene)) for scene in collection.scenes]
+    tables = [h("div", h("h3", scene.title) if scene.title else None, grid_table(grid)) for scene, grid in grids]
+    marks: dict[str, dict[str, None]] = {}
+    for _, grid in grids:
+        for line in grid.lines:
+            if line.marks:
+                marks.setdefault("; ".join(line.marks), {})[line.method] = None
+    several = any(len(group.records) > 1 for group in collection.groups)
+    text = (
+        f"In %, weighted over clients by their test images{', mean ± deviation over seeds' if several else ''}. Each "
+        "method with the detector that the paper uses for it: the score norm for FOOGD, MSP for all others. FPR95 is "
+        "the share of OUT that passes where 95 % of IN do. The best of a column is bold; a click on a head sorts."
+    )
+    notes = [fine(NOTE)] if any(grid.has_published for _, grid in grids) else []
+    notes += [fine(f"† {', '.join(methods)}: not the published settings: {why}.") for why, methods in marks.items()]
+    return join(lead(text), h("div", tables, class_="stack"), notes)
+
+
+def detectors(collection: Collection) -> Html:
+    """Every detector asked of every method, one table a measure and OUT set."""
+
+    def one(scene: Scene) -> Html:
+        report = scene.report
+        if len(report.detectors()) < 2:
+            return NOTHING
+        settings = {group.label: {} if group.stand_in else group.settings for group in scene.groups}
+        panels = []
+        for out in report.out_sets():
+            for metric in ("auroc", "fpr95"):
+                measure = Measure(metric, "out", out, detected=True)
+                grid = report.grid([measure], lambda method, known: known, settings=settings)
+                cells = {(line.method, line.detector): line.cells[0] for line in grid.lines}
+                rows = [
+                    [Shown(method), *(_shaded(cells.get((method, name)), measure) for name in report.detectors())]
+                    for method in report.methods()
+                ]
+                heads = ["method", *(detector_name(name).replace("-", "\u2011") for name in report.detectors())]
+                panels.append((f"{measure.title} against {out}", table(heads, rows, class_="matrix")))
+        return switch("Measure", panels)
+
+    body = by_scene(collection, one)
+    text = "Detectors read a trained model, so every one can be asked of every method. A fuller shade is better."
+    return join(lead(text), body) if body else NOTHING
+
+
+def _shaded(cell: Cell | None, measure: Measure) -> Shown:
+    if cell is None or not cell.values:
+        return EMPTY
+    good = 100 - cell.mean if measure.smaller_is_better else cell.mean
+    content = join(number_text(cell.mean, cell.deviation), published_text(cell))
+    return Shown(content, cell.mean, best=cell.best, tint=2 * (good - 50))
+
+
+def joint(collection: Collection) -> Html:
+    """The joint view of Eq. 1 and 2."""
+
+    def one(scene: Scene) -> Html:
+        usual = joint_grid(scene)
+        if usual is None:
+            return NOTHING
+        every = scene.report.grid(usual.columns, lambda method, known: known)
+        panels = [("as in the paper", grid_table(usual))]
+        if len(every.lines) > len(usual.lines):
+            panels.append(("all", grid_table(every)))
+        return switch("Detectors", panels)
+
+    body = by_scene(collection, one)
+    text = (
+        "Classification and detection at once (Eq. 1 and 2 of the paper). The threshold lets 95 % of IN pass. IN-C "
+        "shows known classes, so what is rejected of it is lost; accuracy is that of what passes. The last column asks "
+        "the detector to tell OUT from IN and IN-C together."
+    )
+    return join(lead(text), body) if body else NOTHING
+
+
+def corruptions(collection: Collection) -> Html:
+    """Accuracy on each kind of shift, by method and by severity."""
+    style = styles(collection)
+
+    def one(scene: Scene) -> Html:
+        kinds, levels = shifts(scene), severities(scene)
+        if not kinds:
+            return NOTHING
+        parts = [_by_method(scene, kinds)]
+        if len(levels) > 1:
+            lines = [Series(g.label, severity_curve(scene, g.label, levels), style[g.label]) for g in scene.groups]
+            chart = line_chart("accuracy by severity", lines, x_label="severity")
+            note = "mean over corruptions; 0 is the clean test set"
+            parts.append(charts([figure("Accuracy by severity, %", chart, note)], method_legend(scene, style)))
+            parts.append(h("h3", "By corruption and severity"))
+            heat = [(group.label, _by_severity(scene, group.label, kinds, levels)) for group in scene.groups]
+            parts.append(switch("Method", heat))
+        return join(parts)
+
+    body = by_scene(collection, one)
+    text = "Accuracy in %, weighted over clients; first the mean over severities. The best of a line is bold."
+    return join(lead(text), body) if body else NOTHING
+
+
+def _by_method(scene: Scene, kinds: Sequence[str]) -> Html:
+    methods = scene.report.methods()
+    settings = {group.label: {} if group.stand_in else group.settings for group in scene.groups}
+    rows = []
+    for kind in kinds:
+        cells = {}
+        for method in methods:
+            values = corruption_values(scene, method, kind)
+            printed = published(settings[method], metric="accuracy", split="in-c", corruption=kind) if values else None
+            cells[method] = Cell(tuple(values), printed)
+        found = [f"{cell.mean:.1f}" for cell in cells.values() if cell.values]
+        best = max(found, key=float, default="") if len(found) > 1 else ""
+        row = [Shown(spoken(kind))]
+        for cell in cells.values():
+            if cell.values:
+                content = join(number_text(cell.mean, cell.deviation), published_text(cell))
+                row.append(Shown(content, cell.mean, best=f"{cell.mean:.1f}" == best))
+            else:
+                row.append(EMPTY)
+        rows.append(row)
+    return table(["shift", *methods], rows)
+
+
+def _by_severity(scene: Scene, method: str, kinds: Sequence[str], levels: Sequence[int]) -> Html:
+    rows = []
+    for kind in kinds:
+        row = [Shown(spoken(kind))]
+        for level in levels:
+            values = corruption_values(scene, method, kind, level)
+            mean = 100 * statistics.fmean(values) if values else 0.0
+            row.append(Shown(f"{mean:.1f}", mean, tint=mean) if values else EMPTY)
+        rows.append(row)
+    return table(["corruption", *(f"severity {level}" for level in levels)], rows, class_="dense")

@@ -1,0 +1,125 @@
+"""The numbers that the paper prints (Liao et al., NeurIPS 2024), and in what a run differs from the settings there."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any, final
+
+from .config import WHERE
+from .errors import InputError
+
+PAPER_PRESETS = ("cifar10", "cifar100", "tinyimagenet", "pacs")
+NOTE = (
+    "Published: Liao et al., NeurIPS 2024, in %. IN-C is brightness and OUT is LSUN-C in its main tables. The public "
+    "code exchanges IN and OUT in the FPR95 of MSP, so a published FPR95 of a method without FOOGD may be another "
+    "quantity; AUROC is not affected."
+)
+
+# What may differ from the preset without making the published number another one: how much is measured, and where.
+_FREE = WHERE | {
+    "method", "seed", "alpha", "leave_out", "data_root", "out", "corruptions", "detectors", "eval_every", "eval_batch",
+    "resident", "threads", "precision",
+}  # fmt: skip
+# The ablations of the paper, which have published numbers of their own.
+_VARIANTS: dict[str, tuple[str, Any]] = {
+    "train_base=false": ("train_base", False),
+    "lambda_m=0": ("lambda_m", 0.0),
+    "lambda_a=0": ("lambda_a", 0.0),
+}
+
+
+@final
+@dataclass(frozen=True)
+class Published:
+    """A printed number in %, with its deviation over seeds where that is printed too."""
+
+    mean: float
+    deviation: float | None
+    table: str
+
+
+@cache
+def _entries() -> dict[tuple[str, ...], Published]:
+    text = (resources.files("foogd") / "data" / "published.csv").read_text()
+    found: dict[tuple[str, ...], Published] = {}
+    for line in csv.DictReader(text.splitlines()):
+        key = tuple(line[name] for name in _KEY)
+        value = Published(
+            float(line["mean"]), float(line["deviation"]) if line["deviation"] else None, line["table"]
+        )  # fmt: skip
+        found.setdefault(key, value)  # the main tables come first; others print some cells differently
+    return found
+
+
+_KEY = (
+    "data", "alpha", "leave_out", "method", "variant", "detector", "split", "dataset", "corruption", "metric",
+)  # fmt: skip
+
+
+def published(
+    settings: Mapping[str, Any], *, metric: str, split: str, dataset: str = "", detector: str = "", corruption: str = ""
+) -> Published | None:
+    """The printed number for a run with these settings; `corruption` may be "all", the mean over the 19 kinds."""
+    data = str(settings.get("data", ""))
+    if data not in PAPER_PRESETS:
+        return None
+    pacs = data == "pacs"
+    key = (
+        data,
+        "" if pacs else str(float(settings.get("alpha", 0.0))),
+        str(settings.get("leave_out", "")) if pacs else "",
+        str(settings.get("method", "")),
+        _variant(settings),
+        detector,
+        split,
+        dataset if split == "out" else "",
+        corruption,
+        metric,
+    )
+    return _entries().get(key)
+
+
+def departures(settings: Mapping[str, Any]) -> list[str]:
+    """In which settings a run differs from the preset of the paper's table, in words; [] where it repeats it."""
+    data = str(settings.get("data", ""))
+    if data not in PAPER_PRESETS:
+        return []
+    expected = _expected(data, str(settings.get("method", "")))
+    variant = {_VARIANTS[_variant(settings)][0]} if _variant(settings) else set()
+    if "train_base" in variant:
+        variant.add("init")  # the trained net that stays as it is
+    found = []
+    for key, want in expected.items():
+        have = settings.get(key, want)
+        have = list(have) if isinstance(have, tuple) else have
+        if key in _FREE | variant or have == want:
+            continue
+        found.append(f"{key} {_word(have)} instead of {_word(want)}")
+    return found
+
+
+def _variant(settings: Mapping[str, Any]) -> str:
+    if settings.get("method") != "fedavg+foogd":
+        return ""
+    return next((name for name, (key, value) in _VARIANTS.items() if settings.get(key) == value), "")
+
+
+@cache
+def _expected(data: str, method: str) -> dict[str, Any]:
+    from .methods import method_settings
+    from .settings import read_preset, resolve
+
+    try:
+        config, built = resolve(read_preset(data), {"method": method})
+    except InputError:  # a method of one's own
+        return {}
+    values = {key: list(value) if isinstance(value, tuple) else value for key, value in vars(config).items()}
+    return values | method_settings(built)
+
+
+def _word(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

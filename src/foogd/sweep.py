@@ -1,0 +1,329 @@
+"""Sweeps: many runs from one TOML file, by lists of methods, alphas, seeds and any other settings.
+
+    title = "…"                    # of the tables
+    about = "…"                    # one line for `foogd sweep --list`
+    base = "cifar10"               # a preset, or a TOML file beside this one
+    sections = ["alpha"]           # one table for each value of these; all other settings stand in the lines of a table
+    [set]                          # settings of every run; tables [set.foogd], … as in a preset
+    [grid]                         # lists of values; every combination is one run
+    method = ["fedavg", "fedavg+foogd"]
+    seed = [0, 1, 2]
+    [[variants]]                   # optional: named settings, each combined with the whole grid
+    name = "fixed backbone"
+    start = "FedAvg"               # begins with the trained weights of that variant at the same point of the grid
+    grid = { seed = [0] }          # lists that replace those of the grid for this variant
+    [tiny]                         # what `--scale tiny` changes besides its usual: set = {…}, grid = {…}; also [small]
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any, final
+
+from .config import Config
+from .data.catalogue import CATALOGUE, locate
+from .data.readers import split_size
+from .data.sources import load_source
+from .data.standins import make_stand_ins, sample, stand_ins
+from .errors import InputError
+from .evaluate import Row
+from .methods.base import Method
+from .report import Cell, Report, Table
+from .runs import read_rows
+from .settings import parse_toml, read_preset, resolve
+
+RUNS, DATA, STAND_INS, TABLE, FAILURES = "runs", "data", "NOT-REAL-DATA", "table.md", "failures.txt"
+_KEYS = {"title", "about", "base", "sections", "set", "grid", "variants", "tiny", "small"}
+_VARIANT_KEYS = {"name", "start", "grid"}
+
+
+@final
+@dataclass(frozen=True)
+class Scale:
+    """How large the runs of a sweep are: settings, the axes of which only the first value counts, numbers of images."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    first_only: tuple[str, ...] = ()
+    clients: int = 0  # at most; 0: as many as there are
+    train: int = 0  # images of a set; 0: all
+    test: int = 0
+    out: int = 0
+    made_up: bool = False  # whether stand-ins take the place of data that are missing
+
+
+SCALES: dict[str, Scale] = {
+    "tiny": Scale(
+        settings={
+            "backbone": "cnn", "rounds": 2, "local_epochs": 1, "batch_size": 32, "eval_every": 0, "severities": [3],
+            "foogd": {"score_width": 64}, "fedatol": {"generator_width": 8, "gan_epochs": 1, "gan_rounds": 1},
+            "foster": {"generator_batch": 64}, "fedicon": {"head_epochs": 1, "personal_epochs": 1},
+        },
+        first_only=("seed", "alpha"), clients=3, train=400, test=100, out=60, made_up=True,
+    ),
+    "small": Scale(
+        settings={
+            "backbone": "cnn", "rounds": 10, "local_epochs": 1, "batch_size": 64, "eval_every": 0,
+            "severities": [1, 3, 5], "foogd": {"score_width": 256}, "fedatol": {"generator_width": 8},
+        },
+        first_only=("seed",), train=5_000, test=1_000, out=500,
+    ),
+    "full": Scale(),
+}  # fmt: skip
+"""What `--scale` makes of a sweep: tiny takes about a minute, small is for a processor, full is as it stands."""
+
+
+@final
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep: its folder's name, its line and section in the tables, its settings, what it starts from."""
+
+    name: str
+    label: str
+    section: str
+    settings: Mapping[str, Any]
+    start: str | None = None
+
+
+@final
+@dataclass(frozen=True)
+class Plan:
+    """A sweep, read and multiplied out."""
+
+    name: str
+    title: str
+    scale: str
+    base: Mapping[str, Any]
+    points: tuple[Point, ...]
+    stand_ins: tuple[str, ...] = ()
+
+    def resolved(self, point: Point, out: Path) -> tuple[Config, Method]:
+        """Configuration and method of one run in the folder of the sweep."""
+        settings = dict(point.settings)
+        if point.start is not None:
+            settings["init"] = str(out / RUNS / point.start)
+        try:
+            return resolve(self.base, settings)
+        except InputError as error:
+            raise InputError(f"sweep {self.name}, run {point.name}: {error}") from None
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a reader of the tables must know."""
+        found = []
+        if self.scale != "full":
+            found.append(f"Scale {self.scale}: fewer rounds and images and a smaller net than the sweep asks for.")
+        if self.stand_ins:
+            names = ", ".join(self.stand_ins)
+            found.append(f"NOT REAL DATA: {names} are stand-ins with made-up images; the numbers mean nothing.")
+        return found
+
+
+def sweep_names() -> list[str]:
+    """The sweeps inside the package."""
+    folder = resources.files("foogd") / "presets" / "sweeps"
+    return sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml"))
+
+
+def read_sweep(name: str) -> dict[str, Any]:
+    """The content of a sweep of the package, or of a TOML file; its base is looked for beside the file."""
+    if name.endswith(".toml"):
+        path = Path(name)
+        if not path.is_file():
+            raise InputError(f"{name} is not a file: give a sweep ({', '.join(sweep_names())}) or a TOML file")
+        content = parse_toml(path.read_bytes(), name)
+        base = content.get("base", "")
+        if isinstance(base, str) and base.endswith(".toml") and (path.parent / base).is_file():
+            content["base"] = str(path.parent / base)
+    elif name in sweep_names():
+        content = parse_toml((resources.files("foogd") / "presets" / "sweeps" / f"{name}.toml").read_bytes(), name)
+    else:
+        raise InputError(f"sweep {name!r} is not known: use {', '.join(sweep_names())} or a path that ends in .toml")
+    _check(content, name)
+    return content
+
+
+def _check(content: Mapping[str, Any], name: str) -> None:
+    unknown = [key for key in content if key not in _KEYS]
+    if unknown:
+        raise InputError(f"{name} has {unknown[0]!r}, which no sweep has: use {', '.join(sorted(_KEYS))}")
+    if not isinstance(content.get("base"), str):
+        raise InputError(f"{name} has no base: name a preset, as in base = \"cifar10\"")
+    tables = [content, *content.get("variants", ()), content.get("tiny", {}), content.get("small", {})]
+    for table in tables:
+        for axis, values in table.get("grid", {}).items():
+            if not isinstance(values, list) or not values:
+                raise InputError(f"{name} has {axis} = {values!r} in a grid: a list of values is needed")
+    for variant in content.get("variants", ()):
+        if not isinstance(variant.get("name"), str):
+            raise InputError(f"{name} has a variant without a name: {variant!r}")
+
+
+def plan(
+    name: str, content: Mapping[str, Any], scale: str = "full", overrides: Mapping[str, Any] | None = None
+) -> Plan:
+    """Every run of a sweep at a scale; `overrides` change a setting of all runs, or replace the list of an axis."""
+    if scale not in SCALES:
+        raise InputError(f"--scale {scale!r} is not allowed: use {', '.join(SCALES)}")
+    how, own = SCALES[scale], content.get(scale, {})
+    base = read_preset(content["base"])
+    for layer in (content.get("set", {}), how.settings, own.get("set", {})):
+        base = _merged(base, layer)
+    grid = {**content.get("grid", {}), **own.get("grid", {})}
+    # The list of a scale is its own choice; of others, seeds and alphas beyond the first only take time.
+    cut = {axis for axis in how.first_only if axis not in own.get("grid", {})}
+    if how.clients and base.get("partition") != "by_domain":
+        base["clients"] = min(base.get("clients", Config.clients), how.clients)
+    base = _merged(base, {key: value for key, value in (overrides or {}).items() if key not in grid})
+    sections = content.get("sections", ["alpha"])
+    variants = content.get("variants", [{"name": ""}])
+    names = [variant["name"] for variant in variants]
+    points: dict[str, Point] = {}
+    for variant in variants:
+        own_grid = {**grid, **variant.get("grid", {})}
+        own_grid |= {key: [value] for key, value in (overrides or {}).items() if key in own_grid}
+        own_grid = {axis: values[:1] if axis in cut else values for axis, values in own_grid.items()}
+        fixed = {key: value for key, value in variant.items() if key not in _VARIANT_KEYS}
+        for key in (*own_grid, *(overrides or {})):
+            if key in fixed:
+                raise InputError(f"sweep {name}: variant {variant['name']!r} sets {key}, and so does something else")
+        if "start" in variant and variant["start"] not in names:
+            raise InputError(f"sweep {name}: variant {variant['name']!r} starts from {variant['start']!r}; there are "
+                             f"{', '.join(names)}")  # fmt: skip
+        for values in itertools.product(*own_grid.values()):
+            at = dict(zip(own_grid, values, strict=True))
+            point = _point(variant["name"], {**at, **fixed}, at, sections)
+            if variant.get("start"):
+                point = replace(point, start=_point(variant["start"], at, at, sections).name)
+            if point.name in points:
+                raise InputError(f"sweep {name} has two runs called {point.name}: lists and variants need their own")
+            points[point.name] = point
+    for point in points.values():
+        if point.start is not None and point.start not in points:
+            raise InputError(f"sweep {name}: run {point.name} starts from {point.start}, which is not in the sweep")
+    return Plan(name, content.get("title", name), scale, base, tuple(points.values()))
+
+
+def _merged(base: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with those of a later layer; tables of methods are merged key by key."""
+    merged = dict(base)
+    for key, value in layer.items():
+        old = merged.get(key)
+        merged[key] = {**old, **value} if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _point(variant: str, settings: Mapping[str, Any], at: Mapping[str, Any], sections: Sequence[str]) -> Point:
+    first = [str(at["method"])] if "method" in at else []
+    rest = {axis: value for axis, value in at.items() if axis not in ("method", "seed", *sections)}
+    words = [*first, *([variant] if variant else []), *_assignments(rest)] or ["run"]
+    section = ", ".join(_assignments({axis: at[axis] for axis in sections if axis in at}))
+    seed = [f"seed={at['seed']}"] if "seed" in at else []
+    name = "-".join(_slug(word) for word in (*words, *([section] if section else []), *seed))
+    return Point(name, ", ".join(words), section.replace("=", " = "), settings)
+
+
+def _assignments(settings: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={'+'.join(map(str, v)) if isinstance(v, list) else v}" for key, v in settings.items()]
+
+
+def _slug(text: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "+._=" else "_" for letter in text)
+
+
+def with_data(plan: Plan, out: Path, configs: Sequence[Config]) -> Plan:
+    """The plan with data of its scale in the sweep's own folder: samples of what is there, stand-ins of what is not."""
+    how = SCALES[plan.scale]
+    if not how.train:
+        return plan
+    inside = {(config.data, config.sites) for config in configs}
+    specs = {*inside, *((name, "") for config in configs for name in config.out)}
+    real_root = Path(configs[0].data_root)
+    taken: dict[str, str] = {}
+    missing: list[str] = []
+    for spec, sites in sorted(specs):
+        name = split_size(spec)[0]
+        entry = CATALOGUE.get(name)
+        if entry is not None and not entry.embedded and locate(entry, real_root) is None and how.made_up:
+            missing.append(name)
+            continue
+        path = out / DATA / f"{_slug(spec)}.npz"
+        if not path.is_file():
+            store = load_source(spec, real_root, sites=sites)
+            numbers = (how.train, how.test) if (spec, sites) in inside else (how.out, how.out)
+            sample(store, train=numbers[0], test=numbers[1]).save(path)
+        taken[spec] = str(path)
+    made_up = out / STAND_INS  # so that every configuration says it
+    make_stand_ins(made_up, missing, train=how.train, test=how.test, out=how.out)
+    points = []
+    for point, config in zip(plan.points, configs, strict=True):
+        data = taken.get(config.data)
+        changed: dict[str, Any] = {"out": [taken.get(name, name) for name in config.out]}
+        changed |= {"data_root": str(made_up)} if missing else {}
+        changed |= {"data": data, "sites": ""} if data else {}
+        points.append(replace(point, settings={**point.settings, **changed}))
+    return replace(plan, points=tuple(points), stand_ins=tuple(stand_ins(made_up)))
+
+
+# Tables
+
+
+def sweep_tables(plan: Plan, out: Path, failed: Iterable[str] = ()) -> list[Table]:
+    """For each section the results, the joint view and, where there are several, the corruptions; then all sections."""
+    lost = set(failed)
+    reports: dict[str, Report] = {}
+    for section in dict.fromkeys(point.section for point in plan.points):
+        rows: list[Row] = []
+        for point in plan.points:
+            if point.section == section and point.name not in lost:
+                found = Report.of(read_rows(out / RUNS / point.name)).last_round().rows
+                rows += [replace(row, method=point.label) for row in found]
+        reports[section] = Report.of(rows)
+    tables = []
+    for section, report in reports.items():
+        for table in (report.headline(), report.joint(), _by_corruption(report)):
+            if table.rows:
+                title = f"{section}: {table.title}" if section else table.title
+                tables.append(replace(table, title=title))
+    if len(reports) > 1:
+        tables += [_overview(reports, split, title) for split, title in (("in", "ACC-IN"), ("in-c", "ACC-IN-C"))]
+    return tables
+
+
+def _by_corruption(report: Report) -> Table:
+    """Accuracy on each kind of IN-C, the mean over severities; no lines where there is one kind only."""
+    kinds = list(dict.fromkeys(row.corruption for row in report.rows if row.split == "in-c" and row.corruption))
+    lines = []
+    for kind in kinds if len(kinds) > 1 else ():
+        part = Report.of(row for row in report.rows if row.corruption == kind)
+        cells = [part.values(method=name, metric="accuracy", split="in-c") for name in report.methods()]
+        lines.append((kind, *(Cell(tuple(values)).text() for values in cells)))
+    return Table("accuracy by corruption, in %", ("corruption", *report.methods()), tuple(lines))
+
+
+def _overview(reports: Mapping[str, Report], split: str, title: str) -> Table:
+    """One accuracy, a line for each method and a column for each section, and their mean."""
+    lines = []
+    for method in dict.fromkeys(name for report in reports.values() for name in report.methods()):
+        found = [tuple(report.values(method=method, metric="accuracy", split=split)) for report in reports.values()]
+        seeds = {len(values) for values in found}
+        mean = tuple(sum(row) / len(row) for row in zip(*found, strict=True)) if len(seeds) == 1 else ()
+        lines.append((method, *(Cell(values).text() for values in found), Cell(mean).text()))
+    return Table(f"{title}, in %", ("method", *reports, "mean"), tuple(lines))
+
+
+def tables_text(plan: Plan, tables: Iterable[Table], failures: Mapping[str, str]) -> str:
+    """`table.md`: warnings first, then the tables, then what failed."""
+    text = [f"# {plan.title}", ""]
+    for sentence in plan.warnings:
+        text += [f"**{sentence}**", ""]
+    for table in tables:
+        words = (0, 1) if table.columns[:2] == ("method", "detector") else (0,)
+        text += [f"({table.title})", "", table.markdown(words), ""]
+    if failures:
+        text += ["Failed runs, which are not in the tables:", ""]
+        text += [*(f"- {name}: {reason}" for name, reason in failures.items()), ""]
+    return "\n".join(text)

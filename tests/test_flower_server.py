@@ -1,0 +1,370 @@
+"""A run on Flower is the simulator's run, whatever its nodes do; here with nodes in this process."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason='needs pip install "foogd[flower]"')
+
+from flwr.app import Message
+
+from flower_grid import DATA, SETTINGS, MemoryGrid, make_nodes
+from foogd import load
+from foogd.errors import InputError
+from foogd.flower.messages import pack, to_record, unpack
+from foogd.flower.node import Kept
+from foogd.flower.server import serve
+from foogd.runs import Run, load_checkpoint, read_rounds, read_rows
+from foogd.settings import parse_toml, resolve
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """A working folder with a small data set and its settings."""
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.py").write_text(DATA)
+    Path("tiny.toml").write_text(SETTINGS)
+    return tmp_path
+
+
+def on_flower(grid, folder="flower", **settings):
+    given = {"preset": "tiny.toml", "data": "synthetic", "run_dir": folder, "poll": 0.01, "method": "fedavg+foogd"}
+    return serve(grid, given | settings)
+
+
+def simulated(folder="simulated", **settings):
+    config, method = resolve(parse_toml(SETTINGS.encode(), "s"), {"method": "fedavg+foogd", **settings})
+    run = Run.create(Path(folder), config, method)
+    for _ in run.train():
+        pass
+    return run
+
+
+def server_values(folder):
+    tensors, _ = load_checkpoint(Path(folder))
+    return {name: value for name, value in tensors.items() if name.startswith("server.")}
+
+
+def same_weights(one, other):
+    mine, theirs = server_values(one), server_values(other)
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def rows_of(folder):
+    rows = [row.as_dict() for row in read_rows(folder)]
+    return {tuple(v for k, v in row.items() if k not in ("run", "value")): row["value"] for row in rows}
+
+
+def changed(change):
+    """A node that changes the arrays of its updates."""
+
+    def behave(message, answer):
+        reply = answer()
+        if message.metadata.message_type != "train":
+            return reply
+        arrays, about = unpack(reply.content)
+        return Message(pack(to_record(change(arrays)), about), reply_to=message)
+
+    return behave
+
+
+def silent(message, answer):
+    """A node that never answers."""
+    return answer() if message.metadata.message_type == "query" else None
+
+
+def crashing(message, answer):
+    if message.metadata.message_type == "query":
+        return answer()
+    raise RuntimeError("out of memory")
+
+
+def not_finite(arrays):
+    return arrays | {"shared.head": torch.full_like(arrays["shared.head"], torch.nan)}
+
+
+# The same as the simulator
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("fedavg+foogd", {"eval_every": 1, "calibration": 0.1}),
+        ("fedrod+foogd", {"participation": 0.67, "rounds": 3}),  # a private net
+        ("foster", {}),  # a private net, and one that only the server changes
+        ("fediir", {"keep_momentum": True}),  # a question before training
+        ("scaffold", {"rounds": 3}),  # memory of the client, uploads beside the model
+    ],
+)
+def test_weights_and_rows_are_those_of_the_simulator(method, settings):
+    grid = make_nodes("shards")
+    on_flower(grid, method=method, **settings)
+    simulated(method=method, **settings)
+    assert same_weights("flower", "simulated")
+    mine, theirs = rows_of(Path("flower")), rows_of(Path("simulated"))
+    last = settings.get("rounds", 2)
+    fitted = {"gaussian", "react"}  # asked for in one go after training, not on the way
+    wanted = {key for key in theirs if key[2] == last or key[9] not in fitted}
+    assert mine.keys() == wanted
+    assert max(abs(mine[key] - theirs[key]) for key in wanted) == 0
+    lines = [[line[key] for key in ("participants", "losses", "bytes_up", "bytes_down", "drift")]
+             for folder in ("flower", "simulated") for line in read_rounds(Path(folder))]  # fmt: skip
+    assert lines[:last] == lines[last:]
+
+
+def test_the_run_folder_has_the_files_of_a_simulated_run():
+    grid = make_nodes("shards")
+    on_flower(grid, calibration=0.1, method="fedavg+foogd")
+    simulated(calibration=0.1)
+    names = [{path.name for path in Path(folder).rglob("*") if path.is_file()} for folder in ("flower", "simulated")]
+    digest = {name for both in names for name in both if name.startswith("model-")}
+    assert names[1] - digest - names[0] == {"samples.safetensors"}  # would show labels and predictions of test images
+    assert names[0] - digest - names[1] == {"flower.json"}
+    images = torch.randint(0, 256, (5, 16, 16, 1), dtype=torch.uint8)
+    mine, theirs = load("flower").predict(images, client=1), load("simulated").predict(images, client=1)
+    assert mine.threshold == theirs.threshold
+    assert torch.equal(mine.score, theirs.score)
+    assert "3 clients" in Path("flower/summary.md").read_text()
+    with pytest.raises(InputError, match="on the nodes"):
+        Run.open(Path("flower"), lambda path: resolve(parse_toml(path.read_bytes(), "c"), {})).evaluate()
+
+
+def test_private_values_stay_on_their_node():
+    grid = make_nodes("shards")
+    seen = []
+
+    def listen(message, answer):
+        seen.append(message)
+        seen.append(answer())
+        return seen[-1]
+
+    grid.behave = dict.fromkeys((node["name"] for node in grid.nodes.values()), listen)
+    on_flower(grid, method="fedrod", calibration=0.1)
+    names = {name for message in seen for name in unpack(message.content)[0]}
+    assert not [name for name in names if "personal" in name]
+    assert {name.partition(".")[0] for name in names} <= {
+        "shared", "integers", "test", "fit", "calibration", "generic_calibration",
+    }  # fmt: skip
+    tensors, _ = load_checkpoint(Path("flower"))
+    assert all(value.numel() == 0 for name, value in tensors.items() if name.endswith(".personal"))
+    assert load("flower").predict(torch.zeros(2, 16, 16, 1, dtype=torch.uint8)).out is not None
+    with pytest.raises(InputError, match="on its nodes only"):
+        load("flower").predict(torch.zeros(2, 16, 16, 1, dtype=torch.uint8), client=0)
+    kept = Kept(next(Path("shards/node-0/state").glob("fedrod-*")))
+    assert kept.rounds() == [1, 2]
+
+
+def test_without_evaluation_no_score_leaves_a_node():
+    grid = make_nodes("shards")
+    on_flower(grid, evaluate="none", eval_every=1)
+    assert {kind for _, kind, _ in grid.sent} == {"query", "train"}
+    assert read_rows(Path("flower")) == []
+    assert Path("flower/summary.md").is_file()
+
+
+def test_evaluation_comes_with_the_updates():
+    grid = make_nodes("shards")
+    on_flower(grid, eval_every=1, rounds=3, participation=0.34, detectors="msp")
+    kinds = [kind for _, kind, _ in grid.sent]
+    assert kinds.count("train") == 3
+    assert kinds.count("evaluate") == 2 + 2 + 3  # those who do not train in rounds 2 and 3, then all
+    assert {row.client for row in read_rows(Path("flower")) if row.round == 1} == {None, 0, 1, 2}
+
+
+def test_a_private_part_that_never_trained_and_means_nothing_is_not_tested():
+    """The simulator would test such a client with the mean of the others' private parts, which nobody has here."""
+    grid = make_nodes("shards")
+    on_flower(grid, method="fedbn", rounds=1, participation=0.34, detectors="msp,gaussian")
+    [chosen] = read_rounds(Path("flower"))[0]["participants"]
+    assert {row.client for row in read_rows(Path("flower"))} == {None, chosen}
+    assert not Path("flower/model").exists()  # features are private: the server has nothing to answer with
+
+
+# Nodes that fail
+
+
+@pytest.mark.parametrize(
+    ("behave", "reason"),
+    [
+        (changed(not_finite), "not finite"),
+        (changed(lambda arrays: arrays | {"shared.head": arrays["shared.head"][:-1]}), "shared.head has shape"),
+        (changed(lambda arrays: arrays | {"shared.head": arrays["shared.head"].double()}), "torch.float64"),
+        (changed(lambda arrays: {k: v for k, v in arrays.items() if k != "shared.score"}), "shared.score is missing"),
+        (changed(lambda arrays: arrays | {"shared.tail": arrays["shared.head"]}), "shared.tail is of no net"),
+        (changed(lambda arrays: arrays | {"extra.more": torch.zeros(3)}), "beside the model"),
+        (crashing, "out of memory"),
+        (silent, "did not answer within"),
+    ],
+)
+def test_an_update_that_cannot_be_used_is_left_out_and_its_node_rests(behave, reason):
+    grid = make_nodes("shards")
+    grid.behave["node-1"] = behave
+    on_flower(grid, rounds=4, round_timeout=5.0 if behave is not silent else 3.0, detectors="msp", evaluate="none")
+    lines = read_rounds(Path("flower"))
+    assert [list(line["refused"]) for line in lines] == [["1"], ["1"], ["1"], ["1"]]
+    assert reason in lines[0]["refused"]["1"]
+    assert "asked again in round 3" in lines[1]["refused"]["1"]
+    assert reason in lines[2]["refused"]["1"]
+    assert "asked again in round 6" in lines[3]["refused"]["1"]
+    asked = [(name, round) for name, kind, round in grid.sent if kind == "train"]
+    assert [round for name, round in asked if name == "node-1"] == ["0", "2"]
+    assert all(torch.isfinite(value).all() for value in server_values("flower").values())
+
+
+def test_an_update_beyond_the_bound_is_refused():
+    grid = make_nodes("shards")
+    grid.behave["node-2"] = changed(lambda arrays: arrays | {"shared.head": arrays["shared.head"] + 100})
+    on_flower(grid, rounds=1, update_bound=50.0, detectors="msp")
+    assert "the bound is 50" in read_rounds(Path("flower"))[0]["refused"]["2"]
+
+
+def test_a_refused_client_goes_on_from_what_it_kept_before():
+    """The private net of an update that did not count is not used again."""
+    grid = make_nodes("shards")
+    times = []
+
+    def once(message, answer):
+        reply = answer()
+        if message.metadata.message_type == "train":
+            times.append(message.metadata.group_id)
+            if times == ["0"]:
+                return changed(not_finite)(message, lambda: reply)
+        return reply
+
+    grid.behave["node-1"] = once
+    on_flower(grid, method="fedrod", rounds=3, detectors="msp")
+    assert times == ["0", "2"]
+    folder = next(Path("shards/node-1/state").glob("fedrod-*"))
+    assert Kept(folder).rounds() == [3]
+
+
+def test_a_round_below_the_quorum_is_repeated_and_then_the_run_ends_and_can_go_on():
+    grid = make_nodes("shards")
+    grid.behave = {"node-1": crashing, "node-2": crashing}
+    with pytest.raises(InputError, match="round 1 was tried 3 times and never had 2 updates"):
+        on_flower(grid, min_updates=2, retries=2)
+    assert [round for name, kind, round in grid.sent if (name, kind) == ("node-1", "train")] == ["0"] * 3
+    grid.behave = {}
+    on_flower(grid, min_updates=2, retries=2, resume=True)
+    simulated()
+    assert same_weights("flower", "simulated")
+
+
+# Going on
+
+
+class Killed(Exception):
+    """The server is gone."""
+
+
+def test_a_killed_server_goes_on_at_the_next_round_to_the_same_weights():
+    grid = make_nodes("shards")
+
+    def kill(message, answer):
+        answer()  # the node has trained and kept its state, but nobody hears of it
+        raise Killed
+
+    real = grid._answer
+
+    def dies(message):
+        if message.metadata.message_type == "train" and message.metadata.group_id == "1":
+            context_name = grid.nodes[message.metadata.dst_node_id]["name"]
+            if context_name == "node-1":
+                real(message)
+                raise Killed
+        return real(message)
+
+    grid._answer = dies
+    with pytest.raises(Killed):
+        on_flower(grid, method="fedrod", rounds=3, eval_every=1, detectors="msp")
+    grid._answer = real
+    with pytest.raises(InputError, match="exists already"):
+        on_flower(grid, method="fedrod", rounds=3, eval_every=1, detectors="msp")
+    with pytest.raises(InputError, match="another configuration: lr"):
+        on_flower(grid, method="fedrod", rounds=3, eval_every=1, detectors="msp", lr=0.5, resume=True)
+    # The nodes have other ids now, in another order.
+    grid.nodes = {n: grid.nodes[old] for n, old in zip((7, 5, 9), grid.nodes, strict=True)}
+    grid.sent.clear()
+    on_flower(grid, method="fedrod", rounds=3, eval_every=1, detectors="msp", resume=True)
+    assert [round for name, kind, round in grid.sent if (name, kind) == ("node-1", "train")] == ["1", "2"]
+    simulated(method="fedrod", rounds=3, eval_every=1, detectors="msp")
+    assert same_weights("flower", "simulated")
+    assert rows_of(Path("flower")) == rows_of(Path("simulated"))
+    on_flower(grid, method="fedrod", rounds=3, eval_every=1, detectors="msp", resume=True)  # nothing is left
+
+
+def test_newcomers_get_the_next_ids_and_members_that_are_back_keep_theirs():
+    grid = make_nodes("shards", clients=4)
+    everyone = dict(grid.nodes)
+    late = grid.nodes.pop(100)  # the first by name
+
+    def arrive(message, answer):
+        if message.metadata.message_type == "train" and message.metadata.group_id == "0":
+            grid.nodes[100] = late
+            grid.nodes[201] = grid.nodes.pop(101)  # node-1 was started again
+        return answer()
+
+    grid.behave["node-1"] = arrive
+    on_flower(grid, rounds=3, detectors="msp")
+    names = [client["name"] for client in json.loads(Path("flower/flower.json").read_text())["roster"]["clients"]]
+    assert names == ["node-1", "node-2", "node-3", "node-0"]
+    lines = read_rounds(Path("flower"))
+    assert [line["participants"] for line in lines] == [[0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3]]
+    assert all(line["refused"] == {} for line in lines)
+    assert len(everyone) == 4
+
+
+def test_two_nodes_with_one_name_are_refused():
+    grid = make_nodes("shards")
+    grid.nodes[102] = {"name": "node-1", "data": grid.nodes[102]["data"]}
+    with pytest.raises(InputError, match="two nodes are called 'node-1'"):
+        on_flower(grid, wait_for_nodes=5.0)
+
+
+def test_waiting_for_nodes_ends():
+    grid = make_nodes("shards")
+    del grid.nodes[101]
+    with pytest.raises(InputError, match=r"2 of 3 nodes came within 0.2 s \(node-0, node-2\)"):
+        on_flower(grid, wait_for_nodes=0.2)
+    assert not Path("flower").exists()
+
+
+def test_classes_are_found_by_their_names():
+    """A node that lacks a class has other numbers for the rest; the run has one list for all."""
+    from dataclasses import replace
+
+    from foogd.data.store import ImageStore
+
+    grid = make_nodes("shards")
+    for part in ("train", "test"):
+        path = Path(f"shards/node-1/{part}.npz")
+        store = ImageStore.load(path)
+        some = store.select(store.labels > 0)
+        replace(some, labels=some.labels - 1, classes=some.classes[1:]).save(path)
+    on_flower(grid, rounds=1, detectors="msp")
+    about = json.loads(Path("flower/partition.json").read_text())
+    assert about["classes"] == sorted(about["classes"])
+    assert about["counts"][1][0] == 0
+    assert sum(about["counts"][1]) == len(ImageStore.load("shards/node-1/train.npz"))
+    accuracy = [row.value for row in read_rows(Path("flower")) if row.client == 1 and row.metric == "accuracy"]
+    assert max(accuracy) > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"method": "fedatol", "generator": "central"}, "images of all clients"),
+        ({"partners": "all"}, "images of other clients"),
+        ({"clients": 0}, "how many nodes"),
+        ({"min_updates": 4}, "more than the 3 clients"),
+        ({"round_timeout": 0.0}, "round_timeout = 0.0 is not allowed"),
+        ({"rouns": 3}, "'rouns' is not known"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_before_anything_is_sent(settings, sentence):
+    grid = MemoryGrid({})
+    with pytest.raises(InputError, match=sentence):
+        on_flower(grid, **settings)
+    assert grid.sent == []

@@ -1,0 +1,601 @@
+"""The report shows the right numbers, marks what cannot be compared, escapes everything and needs nothing else."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import roc_auc_score
+
+from foogd.cli import main
+from foogd.data.corrupt import CORRUPTIONS
+from foogd.documents import csv_report, latex_report, markdown_report
+from foogd.errors import InputError
+from foogd.evaluate import Row
+from foogd.figures import all_figures, save_figure
+from foogd.findings import findings, paper_grid
+from foogd.html import html_report
+from foogd.html.charts import Series, histogram, line_chart, roc_points, tick_text, ticks
+from foogd.html.markup import h, join, number
+from foogd.methods import method_names
+from foogd.projection import feature_map
+from foogd.published import departures, published
+from foogd.records import collect, find_runs, read_record
+from foogd.report import Cell, Measure, Report, latex_text, paper_detector
+from foogd.settings import read_preset, resolve
+from made_runs import make_run
+
+VOID = {"meta", "br", "input", "col", "hr"}
+NASTY = """<img src=x onerror="alert('1')">&amp;"""
+
+
+class Page(HTMLParser):
+    """The elements of a page; every one must be closed by its own end."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.stack: list[tuple[str, dict[str, str | None]]] = []
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.cells: list[list[str]] = []
+        self.best: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.stack
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.stack.append(self.found[-1])
+        if tag == "tr":
+            self.cells.append([])
+        if tag in ("td", "th"):
+            self.cells[-1].append("")
+
+    def handle_endtag(self, tag):
+        assert self.stack.pop()[0] == tag
+
+    def handle_data(self, data):
+        names = [tag for tag, _ in self.stack]
+        if "style" in names or "script" in names:
+            return
+        self.text.append(data)
+        inside = [(tag, attributes) for tag, attributes in self.stack if tag in ("td", "th")]
+        if inside:
+            self.cells[-1][-1] += data
+            if "best" in (inside[-1][1].get("class") or "") and "b" in names:
+                self.best.append(data)
+
+    def words(self) -> str:
+        return " ".join("".join(self.text).split())
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """Three methods, two seeds each, with single answers."""
+    root = tmp_path_factory.mktemp("demo")
+    for method, good in (("fedavg", 0.0), ("fedavg+foogd", 0.03), ("fedrod+foogd", 0.06)):
+        for seed in (0, 1):
+            make_run(root / f"{method}-{seed}", method, seed=seed, good=good, rounds=4, eval_every=2)
+    return root
+
+
+@pytest.fixture(scope="module")
+def page(demo):
+    return html_report(collect(find_runs([demo])), maps=1)
+
+
+@pytest.fixture(scope="module")
+def paper(tmp_path_factory):
+    """The paper's settings at two alphas, and one run with fewer rounds."""
+    root = tmp_path_factory.mktemp("paper")
+    for alpha in (0.1, 0.5):
+        for method in ("fedavg", "fedrod+foogd"):
+            make_run(root / f"{method}-{alpha}", method, preset="cifar10", alpha=alpha, clients=10, samples=False)
+    return root
+
+
+# The page
+
+
+def test_the_page_is_well_formed_and_needs_nothing_else(page):
+    found = Page(page).found
+    assert [tag for tag, _ in found].count("script") == 1
+    assert not {tag for tag, _ in found} & {"link", "img", "iframe", "object", "embed", "base", "form"}
+    for tag, attributes in found:
+        assert "src" not in attributes, tag
+        assert (attributes.get("href") or "#").startswith("#")
+        assert not [name for name in attributes if name.startswith("on")]
+    assert not re.search(r"https?://|@import|url\(|fetch\(|XMLHttp", page)
+    ids = [attributes["id"] for _, attributes in found if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    links = [attributes["href"][1:] for tag, attributes in found if tag == "a"]
+    assert set(links) <= set(ids)
+    assert len(links) > 10
+
+
+def test_every_part_that_was_asked_for_is_there(page):
+    keys = [attributes["id"] for tag, attributes in Page(page).found if tag == "section"]
+    assert keys == [
+        "results", "detectors", "joint", "training", "scores", "maps", "shift", "partition", "clients", "cost", "drift",
+        "setup",
+    ]  # fmt: skip
+    words = Page(page).words()
+    for text in (
+        "ACC-IN-C",
+        "fedrod+foogd",
+        "0123456789ab",
+        "foogd run config.toml",
+        "95\u00a0% of IN",
+        "torch 2.13.0",
+    ):
+        assert text.replace("\u00a0", " ") in words.replace("\u00a0", " ")
+
+
+def test_the_same_runs_give_the_same_page(demo, page):
+    assert html_report(collect(find_runs([demo])), maps=1) == page
+
+
+def test_results_show_means_and_deviations_with_the_best_in_bold(demo, page):
+    report = collect(find_runs([demo])).scenes[0].report
+    expected = Cell(tuple(report.values(method="fedrod+foogd", metric="accuracy", split="in")))
+    rows = [cells for cells in Page(page).cells if cells[:1] == ["fedrod+foogdscore norm"]]
+    assert rows[0][2] == f"{expected.mean:.1f}± {expected.deviation:.1f}"
+    assert f"{expected.mean:.1f}" in Page(page).best
+    worst = Cell(tuple(report.values(method="fedavg", metric="accuracy", split="in")))
+    assert f"{worst.mean:.1f}" not in Page(page).best
+
+
+def test_names_cannot_become_markup(tmp_path):
+    make_run(tmp_path / "<script>x", "fedavg", names=[NASTY, "b"], rounds=2, data_name=NASTY)
+    path = tmp_path / "<script>x" / "partition.json"
+    path.write_text(path.read_text().replace("class 0", "</td><img src=y>"))
+    text = html_report(collect(find_runs([tmp_path])), title=NASTY)
+    found = Page(text).found
+    assert not [tag for tag, _ in found if tag == "img"]
+    assert [tag for tag, _ in found].count("script") == 1
+    assert NASTY in Page(text).words()
+    assert not [name for _, attributes in found for name in attributes if name.startswith("on")]
+
+
+def test_old_runs_lack_sections_and_the_page_says_how_to_make_them(tmp_path):
+    make_run(tmp_path / "old", samples=False, drift=False, rounds=2)
+    text = html_report(collect(find_runs([tmp_path])))
+    keys = [attributes["id"] for tag, attributes in Page(text).found if tag == "section"]
+    assert "drift" not in keys
+    assert "maps" not in keys
+    assert f"foogd evaluate {tmp_path / 'old'}" in Page(text).words()
+
+
+def test_fifty_runs_stay_small(tmp_path):
+    for alpha in (0.1, 0.5, 5.0):
+        for method in method_names()[:9]:
+            for seed in (0, 1):
+                make_run(tmp_path / f"{alpha}-{method}-{seed}", method, seed=seed, alpha=alpha, rounds=10,
+                         eval_every=5, samples=seed == 0)  # fmt: skip
+    collection = collect(find_runs([tmp_path]))
+    assert len(collection.records) == 54
+    assert len(html_report(collection, maps=0).encode()) < 2_000_000
+
+
+# Which runs belong together
+
+
+def test_runs_are_grouped_by_what_differs(tmp_path):
+    for alpha in (5.0, 0.1):
+        for seed in (0, 1):
+            make_run(tmp_path / f"a{alpha}-{seed}", seed=seed, alpha=alpha, samples=False)
+            make_run(tmp_path / f"f{alpha}-{seed}", "fedavg+foogd", seed=seed, alpha=alpha, samples=False)
+    make_run(tmp_path / "m", "fedavg+foogd", alpha=0.1, lambda_m=0.1, samples=False)
+    scenes = collect(find_runs([tmp_path])).scenes
+    assert [scene.title for scene in scenes] == ["alpha = 0.1", "alpha = 5"]
+    labels = [[(group.label, len(group.records)) for group in scene.groups] for scene in scenes]
+    both = ("fedavg+foogd, lambda_m=0.5", 2)
+    assert labels == [[("fedavg", 2), ("fedavg+foogd, lambda_m=0.1", 1), both], [("fedavg", 2), both]]
+
+
+def test_where_the_work_is_done_does_not_make_another_setting(tmp_path):
+    make_run(tmp_path / "a", seed=0, samples=False)
+    make_run(tmp_path / "b", seed=1, eval_batch=7, detectors=["msp"], samples=False)
+    (scene,) = collect(find_runs([tmp_path])).scenes
+    assert scene.title == ""
+    assert [len(group.records) for group in scene.groups] == [2]
+
+
+def test_a_run_that_stands_there_twice_counts_once(tmp_path):
+    make_run(tmp_path / "a", samples=False)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    collection = collect(find_runs([tmp_path]))
+    assert len(collection.records) == 1
+    assert any("same settings and seed" in note for note in collection.notes)
+
+
+def test_the_last_evaluated_round_counts_even_where_the_name_of_the_run_has_changed(tmp_path):
+    folder = make_run(tmp_path / "a", rounds=4, eval_every=2, samples=False)
+    lines = (folder / "rows.jsonl").read_text().splitlines()
+    lines = [line.replace('"run": "fedavg-0"', '"run": "old"') if '"round": 2' in line else line for line in lines]
+    (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    (scene,) = collect([folder]).scenes
+    assert {row.round for row in scene.report.rows} == {4}
+
+
+def test_an_unfinished_run_is_shown_and_named(tmp_path):
+    make_run(tmp_path / "half", rounds=10, eval_every=2, done=4)
+    collection = collect(find_runs([tmp_path]))
+    assert not collection.records[0].finished
+    assert any("half (4 of 10)" in one.text for one in findings(collection))
+
+
+def test_what_is_no_run_is_named(tmp_path):
+    with pytest.raises(InputError, match="does not exist"):
+        find_runs([tmp_path / "nothing"])
+    with pytest.raises(InputError, match="holds no run"):
+        find_runs([tmp_path])
+    folder = make_run(tmp_path / "a", samples=False)
+    (folder / "rows.jsonl").unlink()
+    with pytest.raises(InputError, match="nothing to report"):
+        collect([folder])
+
+
+# Published numbers
+
+
+@pytest.mark.parametrize(
+    ("preset", "method", "changes", "about", "value"),
+    [
+        ("cifar10", "fedavg", {"alpha": 0.1}, {"metric": "accuracy", "split": "in"}, 68.03),
+        ("cifar10", "fedrod+foogd", {"alpha": 5.0},
+         {"metric": "auroc", "split": "out", "dataset": "lsun_c", "detector": "score_norm"}, 96.25),
+        ("cifar100", "fedavg", {"alpha": 0.5},
+         {"metric": "accuracy", "split": "in-c", "corruption": "brightness"}, 54.62),
+        ("cifar10", "fedavg+foogd", {"alpha": 0.1, "lambda_a": 0.0}, {"metric": "accuracy", "split": "in"}, 73.15),
+        ("cifar10", "fedavg+foogd", {"alpha": 0.1, "lambda_m": 0.0}, {"metric": "accuracy", "split": "in"}, 74.70),
+        ("cifar10", "fedavg+foogd", {"alpha": 0.1, "train_base": False},
+         {"metric": "fpr95", "split": "out", "dataset": "lsun_c", "detector": "score_norm"}, 51.27),
+        ("cifar10", "fedrod+foogd", {"alpha": 0.5},
+         {"metric": "auroc", "split": "out", "dataset": "lsun_c", "detector": "energy"}, 90.93),
+        ("cifar10", "foster", {"alpha": 0.1},
+         {"metric": "fpr95", "split": "out", "dataset": "svhn", "detector": "msp"}, 39.55),
+        ("tinyimagenet", "fedicon", {}, {"metric": "accuracy", "split": "in"}, 60.98),
+        ("pacs", "fedthe", {"leave_out": "photo"}, {"metric": "accuracy", "split": "in-c"}, 93.57),
+        ("cifar10", "fedavg", {"alpha": 0.1},
+         {"metric": "accuracy", "split": "in-c", "corruption": "brightness"}, 65.44),
+    ],
+)  # fmt: skip
+def test_published_numbers_are_those_that_are_printed(preset, method, changes, about, value):
+    settings = {**read_preset(preset), "method": method, **changes}
+    assert published(settings, **about).mean == value
+
+
+def test_there_is_a_published_number_for_no_other_setting():
+    settings = {**read_preset("cifar10"), "method": "fedavg", "alpha": 0.1}
+    about = {"metric": "accuracy", "split": "in"}
+    assert published(settings, **about) is not None
+    for changes in ({"alpha": 0.2}, {"data": "fashion"}, {"method": "fedavg+aug"}):
+        assert published({**settings, **changes}, **about) is None
+    assert published(settings, metric="auroc", split="out", dataset="lsun_c", detector="energy") is None
+
+
+def test_published_corruptions_and_methods_have_the_names_of_the_code():
+    text = (Path(published.__code__.co_filename).parent / "data" / "published.csv").read_text()
+    lines = list(csv.DictReader(text.splitlines()))
+    assert {line["corruption"] for line in lines} - {"", "all"} == set(CORRUPTIONS)
+    assert {line["method"] for line in lines} <= set(method_names())
+    for data in ("cifar10", "cifar100"):
+        for method in ("fedavg", "fedrod+foogd"):
+            about = {"data": data, "method": method, "table": "corruptions"}
+            own = {line["corruption"]: float(line["mean"]) for line in lines if about.items() <= line.items()}
+            average = own.pop("all")
+            assert np.mean(list(own.values())) == pytest.approx(average, abs=0.6)  # as printed, rounded there
+
+
+def settings_of(preset, **changes):
+    from foogd.methods import method_settings
+
+    config, method = resolve(read_preset(preset), changes)
+    return {**vars(config), **method_settings(method)}
+
+
+def test_departures_name_what_differs_from_the_paper():
+    assert departures(settings_of("cifar10", method="fedrod+foogd", alpha=5.0, seed=3, eval_every=1)) == []
+    assert departures(settings_of("cifar10", method="fedavg", rounds=4)) == ["rounds 4 instead of 100"]
+    assert departures(settings_of("cifar10", method="fedavg+foogd", lambda_m=0.3)) == ["lambda_m 0.3 instead of 0.5"]
+    assert departures(settings_of("cifar10", method="fedavg+foogd", lambda_a=0.0)) == []  # an ablation of the paper
+    frozen = settings_of("cifar10", method="fedavg+foogd", train_base=False, init="runs/a")
+    assert departures(frozen) == []
+    assert departures({**frozen, "train_base": True}) == ["init runs/a instead of "]
+
+
+def test_the_page_shows_the_published_number_and_the_difference(paper):
+    collection = collect(find_runs([paper]))
+    grid = paper_grid(collection.scenes[0])
+    line = next(line for line in grid.lines if line.method == "fedavg")
+    cell = line.cells[0]
+    assert cell.published.mean == 68.03
+    assert cell.difference == pytest.approx(cell.mean - 68.03)
+    text = html_report(collection, maps=0)
+    rows = [cells for cells in Page(text).cells if cells[:1] == ["fedavgMSP"]]
+    shown = f"{cell.mean:.1f}paper 68.0{cell.difference:+.1f}".replace("-", "−")
+    assert rows[0][2] == shown
+    assert not any(line.marks for line in grid.lines)
+    assert "†" not in text.replace('"†"', "")
+
+
+def test_a_run_at_other_settings_is_marked(tmp_path):
+    make_run(tmp_path / "a", preset="cifar10", rounds=4, samples=False)
+    text = Page(html_report(collect(find_runs([tmp_path])), maps=0)).words()
+    assert "† fedavg: not the published settings: clients 4 instead of 10; rounds 4 instead of 100." in text
+
+
+def test_made_up_data_has_no_published_number_and_says_so(tmp_path):
+    make_run(tmp_path / "a", preset="cifar10", clients=10, samples=False, data_name="cifar10 (stand-in)")
+    collection = collect(find_runs([tmp_path]))
+    assert not paper_grid(collection.scenes[0]).has_published
+    assert any("NOT REAL DATA" in one.text for one in findings(collection))
+
+
+# Findings
+
+
+def rows_of(values, **about):
+    blank = {"run": "r", "round": 1, "scope": "weighted", "client": None, "dataset": "d", "split": "in",
+             "corruption": None, "severity": None, "detector": None, "metric": "accuracy", "weight": 1.0}  # fmt: skip
+    return [Row(**{**blank, **about, "seed": seed, "value": value}) for seed, value in enumerate(values)]
+
+
+def test_the_best_is_named_and_a_small_lead_is_called_level(demo, tmp_path):
+    texts = {one.title: one.text for one in findings(collect(find_runs([demo])))}
+    assert texts["Clean images"].startswith("fedrod+foogd classifies")
+    assert "points more than fedavg+foogd" in texts["Clean images"]
+    assert "To keep in mind" not in texts
+    make_run(tmp_path / "a", "fedavg", samples=False)
+    make_run(tmp_path / "b", "fedrod", samples=False)
+    assert "one seed" in findings(collect(find_runs([tmp_path])))[-1].text
+    from foogd.findings import _lead, ranking
+
+    close = Report.of([*rows_of([0.7, 0.8], method="a"), *rows_of([0.74, 0.78], method="b")])
+    assert "level with" in _lead(ranking(close, Measure("accuracy", "in")))
+    far = Report.of([*rows_of([0.70, 0.71], method="a"), *rows_of([0.90, 0.91], method="b")])
+    assert _lead(ranking(far, Measure("accuracy", "in"))) == ", 20.0 points more than a"
+
+
+def test_distances_from_the_paper_are_counted_without_their_sign(paper):
+    collection = collect(find_runs([paper]))
+    cells = [c for scene in collection.scenes for line in paper_grid(scene).lines for c in line.cells if c.published]
+    away = [abs(cell.difference) for cell in cells]
+    text = next(one.text for one in findings(collection) if one.title == "Against the paper")
+    near = sum(value <= 2 for value in away)
+    assert text == (
+        f"{near} of {len(away)} numbers lie within 2 points of the published ones; "
+        f"on average they are {np.mean(away):.1f} points away."
+    )
+
+
+def test_smaller_is_better_where_it_is(demo):
+    grid = paper_grid(collect(find_runs([demo])).scenes[0])
+    for index, column in enumerate(grid.columns):
+        means = [line.cells[index].mean for line in grid.lines]
+        best = [line.cells[index].mean for line in grid.lines if line.cells[index].best]
+        assert best
+        assert best[0] == pytest.approx(min(means) if column.metric == "fpr95" else max(means), abs=0.05)
+
+
+def test_the_detector_of_the_paper():
+    assert paper_detector("fedavg+foogd, lambda_m=0.1", ["msp", "score_norm"]) == "score_norm"
+    assert paper_detector("fedavg", ["energy", "msp"]) == "msp"
+    assert paper_detector("fedavg", ["energy"]) == "energy"
+    assert paper_detector("fedavg", []) is None
+
+
+# Text
+
+
+def test_csv_holds_every_number(demo):
+    collection = collect(find_runs([demo]))
+    lines = list(csv.DictReader(io.StringIO(csv_report(collection))))
+    report = collection.scenes[0].report
+    keys = [(line["method"], line["detector"], line["split"], line["dataset"], line["metric"]) for line in lines]
+    assert len(keys) == len(set(keys))
+    for line in lines:
+        values = report.values(
+            method=line["method"], metric=line["metric"], split=line["split"], detector=line["detector"] or None,
+            dataset=line["dataset"] or None,
+        )  # fmt: skip
+        assert float(line["mean"]) == pytest.approx(100 * np.mean(values), abs=1e-3)
+        assert float(line["deviation"]) == pytest.approx(100 * np.std(values, ddof=1), abs=1e-3)
+    assert {"fedavg", "fedrod+foogd"} <= {line["method"] for line in lines}
+
+
+def test_latex_is_a_table_of_booktabs(paper):
+    text = latex_report(collect(find_runs([paper])))
+    assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == text.count(r"\bottomrule") == 2
+    assert text.count("{") == text.count("}")
+    body = [line for line in text.splitlines() if line.endswith(r"\\")]
+    table = re.search(r"tabular}{(l+r+)}", text).group(1)
+    for line in body:
+        spans = sum(int(count) - 1 for count in re.findall(r"multicolumn{(\d+)}", line))
+        assert line.count(" & ") + 1 + spans == len(table), line
+    assert r"\textbf{" in text
+    assert "(68.03)" in text
+    assert r"lsun\_c" in text
+
+
+def test_latex_text_is_harmless():
+    assert latex_text(r"a_b & 50% \x {y} #1 ~ ^") == (
+        r"a\_b \& 50\% \textbackslash{}x \{y\} \#1 \textasciitilde{} \textasciicircum{}"
+    )
+
+
+def test_markdown_has_findings_and_whole_tables(paper):
+    text = markdown_report(collect(find_runs([paper])))
+    assert text.startswith("# 2 methods on cifar10\n")
+    assert "(68.0, " in text
+    block: list[int] = []
+    for line in [*text.splitlines(), ""]:
+        if line.startswith("|"):
+            block.append(len(re.findall(r"(?<!\\)\|", line)))
+        else:
+            assert len(set(block)) <= 1
+            block = []
+
+
+# Charts
+
+
+def test_roc_points_have_the_area_of_scikit_learn():
+    rng = np.random.default_rng(0)
+    for shift, size in ((0.3, 40), (1.5, 3000)):
+        inside, outside = rng.normal(size=size), rng.normal(shift, size=size)
+        points = roc_points(inside, outside, 10**6)
+        x, y = np.array(points).T
+        labels = np.r_[np.zeros(size), np.ones(size)]
+        assert np.trapezoid(y, x) == pytest.approx(roc_auc_score(labels, np.r_[inside, outside]), abs=1e-9)
+        short = np.array(roc_points(inside, outside, 60))
+        assert len(short) <= 60
+        assert np.trapezoid(short[:, 1], short[:, 0]) == pytest.approx(np.trapezoid(y, x), abs=5e-3)
+        assert (np.diff(short, axis=0) >= 0).all()
+        assert short[0].tolist() == [0, 0]
+        assert short[-1].tolist() == [1, 1]
+
+
+def test_roc_points_of_ties_lie_on_the_diagonal():
+    assert roc_points(np.ones(5), np.ones(7)) == [(0.0, 0.0), (1.0, 1.0)]
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (-3.2, 7.9), (61.2, 61.9), (0, 12345), (1e-6, 5e-6), (2, 4)])
+def test_ticks_are_even_and_inside(low, high):
+    found = ticks(low, high)
+    assert 2 <= len(found) <= 7
+    assert low - 1e-9 * abs(low) <= found[0]
+    assert found[-1] <= high * (1 + 1e-9)
+    assert np.allclose(np.diff(found), found[1] - found[0])
+    texts = [tick_text(value, found[1] - found[0]) for value in found]
+    assert len(set(texts)) == len(texts)
+
+
+def test_a_histogram_counts_far_scores_at_its_ends_and_shows_the_threshold():
+    scores = np.r_[np.zeros(300), np.ones(700), 1e9]
+    chart = histogram("t", [("IN", "in", scores)], 0.5, bins=4)
+    start, levels = re.search(r'<path d="M[\d.]+ ([\d.]+)([^"]+)" class="area">', chart).groups()
+    heights = [float(start) - float(level) for level in re.findall(r"V([\d.]+)", levels)]
+    low, _, high, _ = heights  # up, down to nothing in the middle, up, down
+    assert low / high == pytest.approx(300 / 701, abs=0.01)
+    assert 'class="threshold"' in chart
+    assert histogram("t", [("IN", "in", np.zeros(0))], None) == ""
+    assert histogram("t", [("IN", "in", np.full(9, 2.0))], 2.0)
+
+
+def test_lines_skip_what_is_not_finite():
+    assert line_chart("t", [Series("a", [(1, float("nan"))], 0)]) == ""
+    chart = line_chart("t", [Series("a", [(1, float("nan")), (2, 3.0), (3, 4.0)], 0)])
+    assert "nan" not in chart
+
+
+def test_markup_escapes_text_and_attributes():
+    assert h("p", "a<b", data_x='"&') == '<p data-x="&quot;&amp;">a&lt;b</p>'
+    assert join("<", h("br"), None, ["&"]) == "&lt;<br>&amp;"
+    assert [number(value) for value in (1.0, -0.04, 2.25, 10)] == ["1", "0", "2.2", "10"]
+
+
+# Maps and figures
+
+
+def test_a_map_is_seeded_and_names_its_points(demo):
+    record = read_record(next(iter(find_runs([demo]))))
+    first, second = feature_map(record.samples, points=40), feature_map(record.samples, points=40)
+    assert np.array_equal(first.places, second.places)
+    assert first.places.shape == (120, 2)
+    assert {split: first.splits.count(split) for split in ("in", "in-c", "out")} == {"in": 40, "in-c": 40, "out": 40}
+    assert all((label < 0) == (split == "out") for label, split in zip(first.labels, first.splits, strict=True))
+    # Classes are far apart in the features, so neighbours on the map share their class.
+    inside = np.array(first.splits) == "in"
+    places, labels = first.places[inside], np.array(first.labels)[inside]
+    distance = ((places[:, None] - places[None]) ** 2).sum(-1) + 1e9 * np.eye(len(places))
+    assert (labels[distance.argmin(1)] == labels).mean() > 0.8
+
+
+def test_figures_are_written_as_vector_and_picture(demo, tmp_path):
+    collection = collect(find_runs([demo]))
+    names = []
+    for name, figure in all_figures(collection, maps=1):
+        names.append(name)
+        if name in ("severity", "corruptions"):  # drawing takes its time
+            save_figure(tmp_path / name, figure, "pdf")
+            first = (tmp_path / f"{name}.pdf").read_bytes()
+            assert first.startswith(b"%PDF")
+            assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+            save_figure(tmp_path / name, figure, "pdf")
+            assert (tmp_path / f"{name}.pdf").read_bytes() == first
+    assert names == ["training", "scores", "roc", "severity", "corruptions", "corruption-severity", "tsne"]
+
+
+def test_a_setting_at_several_values_gives_a_sensitivity_curve(tmp_path):
+    from foogd.curves import sensitivities
+
+    for place, value in enumerate((0.1, 0.5, 1.0)):
+        make_run(tmp_path / f"m{value}", "fedavg+foogd", lambda_m=value, good=0.05 * place, samples=False)
+    collection = collect(find_runs([tmp_path]))
+    curves = sensitivities(collection)
+    assert list(curves) == ["lambda_m"]
+    (points,) = curves["lambda_m"]["ACC-IN, %"].values()
+    assert [x for x, _ in points] == [0.1, 0.5, 1.0]
+    assert points == sorted(points, key=lambda point: point[1])
+    assert "sensitivity" in html_report(collection)
+    assert "sensitivity-lambda_m" in [name for name, _ in all_figures(collection, maps=0)]
+
+
+# The command
+
+
+def run(monkeypatch, *words: str) -> None:
+    monkeypatch.setattr("sys.argv", ["foogd", *words])
+    main()
+
+
+@pytest.mark.parametrize(
+    ("suffix", "start"), [("html", "<!doctype html>"), ("md", "# "), ("csv", "setting,"), ("tex", "%")]
+)
+def test_the_suffix_chooses_the_format(demo, tmp_path, monkeypatch, suffix, start):
+    run(monkeypatch, "report", str(demo), "--out", str(tmp_path / f"r.{suffix}"), "--maps", "0")
+    assert (tmp_path / f"r.{suffix}").read_text().startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--out", "r.docx"], "does not say a format"),
+        (["--out", "r.txt", "--format", "docx"], "--format 'docx' is not allowed"),
+        (["--out", "r.html", "--maps", "many"], "--maps 'many' is not allowed"),
+    ],
+)
+def test_a_wrong_word_is_one_sentence(demo, monkeypatch, capsys, words, sentence):
+    with pytest.raises(SystemExit) as ended:
+        run(monkeypatch, "report", str(demo), *words)
+    assert ended.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_real_run_makes_a_whole_report(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.py").write_text(
+        "from foogd.data.synthetic import tiny_federation\n"
+        "def inside(root):\n    return tiny_federation(per_client=40, channels=1).train\n"
+        "def outside(root):\n    return tiny_federation(per_client=40, channels=1).tests[-1].store\n"
+    )
+    Path("tiny.toml").write_text(
+        'data = "tiny.py:inside"\nout = ["tiny.py:outside"]\ncorruptions = ["gaussian_noise"]\nseverities = [1, 3]\n'
+        'clients = 3\nrounds = 2\neval_every = 1\nbatch_size = 16\nlr = 0.05\ndevice = "cpu"\n'
+        "[foogd]\nscore_width = 16\n"
+    )
+    run(monkeypatch, "run", "tiny.toml", "--method", "fedrod+foogd", "--out", "a")
+    run(monkeypatch, "report", "a", "--out", "r.html")
+    keys = [attributes["id"] for tag, attributes in Page(Path("r.html").read_text()).found if tag == "section"]
+    assert {"results", "scores", "maps", "shift", "partition", "clients", "cost", "drift", "setup"} <= set(keys)
+    assert torch.is_tensor(read_record(Path("a")).samples.sets[0].predictions)

@@ -1,0 +1,132 @@
+"""Several runs at once: one that fails or is killed does not stop the others, and runs wait for their start."""
+
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+
+from foogd import Config, FedAvg
+from foogd.errors import InputError
+from foogd.runs import Run
+from foogd.settings import read_run_config
+from foogd.study import Failed, Finished, Job, Progressed, Started, possible_workers, train_all, work
+
+DATA = """
+import os, signal
+from foogd.data.synthetic import tiny_federation
+
+def inside(root):
+    return tiny_federation(per_client=20, channels=1, size=8).train
+
+def bad(root):
+    raise ValueError("no such luck")
+
+def deadly(root):
+    if os.environ.get("FOOGD_TEST_PARENT") != str(os.getpid()):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return inside(root)
+
+def unlucky(root):
+    if os.environ.get("FOOGD_TEST_PARENT") != str(os.getpid()):
+        raise MyError(1, 2)
+    return inside(root)
+
+class MyError(Exception):
+    def __init__(self, a, b):
+        super().__init__("mine")
+"""
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FOOGD_TEST_PARENT", str(os.getpid()))
+    (tmp_path / "data.py").write_text(DATA)
+    config = Config(
+        method="fedavg", data="data.py:inside", out=(), corruptions=(), clients=2, rounds=2, batch_size=8, lr=0.05,
+        detectors=("msp",), device="cpu",
+    )  # fmt: skip
+
+    def create(name, fn="inside", **settings):
+        Run.create(tmp_path / name, replace(config, data=f"data.py:{fn}", **settings), FedAvg())
+        return tmp_path / name
+
+    return create
+
+
+def names(events, kind):
+    return [event.folder.name for event in events if isinstance(event, kind)]
+
+
+def test_a_run_that_fails_and_one_that_is_killed_do_not_stop_the_others(make):
+    folders = [make("killed", "deadly"), make("fails", "unlucky"), make("good"), make("also", seed=1)]
+    events = list(work([Job(folder) for folder in folders], read_run_config, 1))
+    assert names(events, Started) == ["killed", "fails", "good", "also"]
+    assert names(events, Finished) == ["good", "also"]
+    failed = {event.folder.name: event for event in events if isinstance(event, Failed)}
+    assert failed.keys() == {"killed", "fails"}
+    assert "killed" in failed["killed"].reason
+    assert failed["fails"].reason == "MyError: mine"
+    assert failed["fails"].error is None  # it cannot be made again in another process
+    assert "unlucky" in failed["fails"].trace
+    rounds = [(event.folder.name, event.round) for event in events if isinstance(event, Progressed)]
+    assert rounds == [("good", 1), ("good", 2), ("also", 1), ("also", 2)]
+    assert all(Run.open(folder, read_run_config).is_finished() for folder in folders[2:])
+
+
+def test_a_run_waits_for_the_one_that_it_starts_from(make, tmp_path):
+    prepared = []
+
+    def prepare(folder):
+        if folder.name == "second":
+            assert Run.open(tmp_path / "first", read_run_config).is_finished()
+            make("second", init=str(tmp_path / "first"))
+        prepared.append(folder.name)
+
+    first, slow = make("first"), make("other", seed=3)
+    jobs = [Job(tmp_path / "second", after=first), Job(first), Job(slow)]
+    events = list(work(jobs, read_run_config, 2, prepare=prepare))
+    assert names(events, Failed) == []
+    assert set(names(events, Finished)) == {"first", "second", "other"}
+    assert prepared.index("second") == 2
+    order = [(type(event), event.folder.name) for event in events]
+    assert order.index((Finished, "first")) < order.index((Started, "second"))
+
+
+def test_what_starts_from_a_failed_run_fails_too_and_so_does_what_cannot_be_prepared(make, tmp_path):
+    def prepare(folder):
+        if folder.name == "bad":
+            raise InputError("it is not allowed")
+
+    jobs = [Job(tmp_path / "later", after=tmp_path / "bad"), Job(tmp_path / "bad"), Job(make("good"))]
+    events = list(work(jobs, read_run_config, 1, prepare=prepare))
+    reasons = {event.folder.name: event.reason for event in events if isinstance(event, Failed)}
+    assert reasons["bad"] == "it is not allowed"
+    assert "which failed" in reasons["later"]
+    assert names(events, Finished) == ["good"]
+
+
+def test_train_all_ends_with_the_first_failure_and_leaves_no_process(make):
+    with pytest.raises(InputError, match="killed"):
+        list(train_all([make("killed", "deadly"), make("good")], read_run_config, 1))
+    events = train_all([make("more")], read_run_config, 1)
+    assert next(events).round == 1
+    events.close()  # as after Ctrl-C: the worker is ended
+
+
+def test_nothing_to_do_is_nothing_done():
+    assert list(work([], read_run_config, 2)) == []
+    assert list(train_all([], read_run_config, 2)) == []
+
+
+def test_one_run_at_a_time_on_a_gpu_and_one_a_core_elsewhere(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(os, "cpu_count", lambda: 5)
+    assert possible_workers(0, ["cpu", "cpu"]) == 5
+    assert possible_workers(0, ["cpu", "cuda"]) == 1
+    assert possible_workers(0, ["auto"]) == 1
+    assert possible_workers(3, ["cuda"]) == 3
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert possible_workers(0, ["auto"]) == 5
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # only workers end without a word

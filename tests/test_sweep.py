@@ -1,0 +1,364 @@
+"""Sweeps: every combination once, settings checked first, resumable, one failed run does not stop the others."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from foogd.cli import main
+from foogd.errors import InputError
+from foogd.evaluate import Row
+from foogd.report import Table
+from foogd.runs import load_values, make_federation, read_rows, write_atomic
+from foogd.sweep import SCALES, plan, read_sweep, sweep_names, sweep_tables, tables_text, with_data
+
+METHODS = {
+    "fedavg", "fedln", "fedatol", "fedt3a", "fediir", "fedavg+foogd", "fedrod", "foster", "fedthe", "fedicon",
+    "fedrod+foogd",
+}  # fmt: skip
+MINE = """
+from foogd.data.synthetic import tiny_federation
+
+def inside(root):
+    return tiny_federation(per_client=30, channels=1, size=8).train
+
+def outside(root):
+    return tiny_federation(per_client=30, channels=1, size=8).tests[-1].store
+"""
+PRESET = """
+data = "mine.py:inside"
+out = ["mine.py:outside"]
+corruptions = ["gaussian_noise", "contrast"]
+severities = [3]
+clients = 2
+rounds = 2
+batch_size = 16
+lr = 0.05
+device = "cpu"
+detectors = ["msp", "score_norm"]
+[foogd]
+score_width = 8
+"""
+SWEEP = """
+title = "Mine"
+base = "preset.toml"
+[grid]
+alpha = [0.5, 5.0]
+seed = [0, 1]
+[[variants]]
+name = "plain"
+method = "fedavg"
+[[variants]]
+name = "fixed"
+start = "plain"
+method = "fedavg+foogd"
+train_base = false
+grid = { seed = [0] }
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("mine.py", MINE), ("preset.toml", PRESET), ("sweep.toml", SWEEP)):
+        Path(name).write_text(text)
+    return tmp_path
+
+
+@pytest.fixture
+def foogd(monkeypatch, capsys):
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["foogd", *map(str, words)])
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+def with_its_data(found, out):
+    return with_data(found, out, [found.resolved(point, out)[0] for point in found.points])
+
+
+def read(text):
+    Path("other.toml").write_text(text)
+    return plan("other", read_sweep("other.toml"))
+
+
+# The plan
+
+
+def test_every_combination_is_one_run_and_variants_have_lists_of_their_own():
+    found = plan("sweep", read_sweep("sweep.toml"))
+    assert [point.name for point in found.points] == [
+        *(f"plain-alpha={alpha}-seed={seed}" for alpha in (0.5, 5.0) for seed in (0, 1)),
+        *(f"fixed-alpha={alpha}-seed=0" for alpha in (0.5, 5.0)),
+    ]
+    last = found.points[-1]
+    assert (last.label, last.section, last.start) == ("fixed", "alpha = 5.0", "plain-alpha=5.0-seed=0")
+    config, method = found.resolved(last, Path("o"))
+    assert (config.alpha, config.seed, config.init) == (5.0, 0, "o/runs/plain-alpha=5.0-seed=0")
+    assert (method.train_base, method.score_width) == (False, 8)
+
+
+def test_settings_of_methods_stand_in_tables_and_count_where_the_method_has_them():
+    found = read('base = "preset.toml"\n[set.foogd]\nlambda_m = 0.25\n[grid]\nmethod = ["fedavg", "fedrod+foogd"]')
+    assert found.resolved(found.points[1], Path())[1].lambda_m == 0.25
+    assert found.resolved(found.points[1], Path())[1].score_width == 8  # the table of the preset is kept
+
+
+def test_overrides_change_every_run_or_replace_a_list():
+    found = plan("sweep", read_sweep("sweep.toml"), overrides={"rounds": 7, "seed": 4})
+    assert {point.settings["seed"] for point in found.points} == {4}
+    assert {found.resolved(point, Path())[0].rounds for point in found.points} == {7}
+    with pytest.raises(InputError, match="'plain' sets method"):
+        plan("sweep", read_sweep("sweep.toml"), overrides={"method": "fedrod"})
+
+
+def test_scales_cut_seeds_and_alphas_but_not_what_the_sweep_is_about():
+    content = read_sweep("lambda-m")
+    for scale, count in (("full", 30), ("small", 10), ("tiny", 5)):
+        assert len(plan("lambda-m", content, scale).points) == count
+    tiny = plan("lambda-m", content, "tiny")
+    config, _ = tiny.resolved(tiny.points[0], Path())
+    assert (config.rounds, config.clients, config.backbone) == (2, 3, "cnn")
+    assert [point.settings["lambda_m"] for point in tiny.points] == [0.1, 0.2, 0.5, 0.8, 1.0]
+    assert plan("lambda-m", content, "tiny", {"clients": 7, "rounds": 1}).base["clients"] == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('base = "preset.toml"\ngird = 1', ["'gird'", "grid"]),
+        ("title = 'x'", ["no base"]),
+        ('base = "nowhere"', ["'nowhere'", "cifar10"]),
+        ('base = "preset.toml"\n[grid]\nseed = 3', ["seed = 3", "list"]),
+        ('base = "preset.toml"\n[grid]\nseed = []', ["seed = []", "list"]),
+        ('base = "preset.toml"\n[grid]\nseed = [0, 0]', ["two runs", "seed=0"]),
+        ('base = "preset.toml"\n[[variants]]\nmethod = "fedavg"', ["without a name"]),
+        ('base = "preset.toml"\n[[variants]]\nname = "a"\nstart = "b"', ["'b'"]),
+        ('base = "preset.toml"\n[grid]\nseed=[1]\n[[variants]]\nname = "a"\nseed = 2', ["'a' sets seed"]),
+        (
+            'base = "preset.toml"\n[grid]\nseed=[1]\n[[variants]]\nname = "a"\ngrid = {seed = [2]}\n'
+            '[[variants]]\nname="b"\nstart="a"',
+            ["b-seed=1", "a-seed=1", "not in the sweep"],
+        ),
+    ],
+)
+def test_a_sweep_that_is_wrong_is_refused_in_one_sentence(foogd, text, words):
+    Path("other.toml").write_text(text)
+    code, _, complaint = foogd("sweep", "other.toml", "--out", "o")
+    assert code == 2
+    assert complaint.count("\n") == 1
+    assert all(word in complaint for word in words), complaint
+    assert not Path("o").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["none"], ["'none'", "cifar10"]),
+        (["none.toml"], ["none.toml"]),
+        ([], ["--list"]),
+        (["sweep.toml", "--scale", "huge"], ["'huge'", "tiny"]),
+        (["sweep.toml", "--workers", "x"], ["--workers", "'x'"]),
+        (["sweep.toml", "--set", "rounds=0"], ["plain-alpha=0.5-seed=0", "rounds = 0"]),
+        (["sweep.toml", "--set", "data=nothing"], ["'nothing'"]),
+        (["sweep.toml", "--tracker", "pencil"], ["'pencil'", "tensorboard"]),
+    ],
+)
+def test_an_option_that_is_wrong_is_refused_before_anything_is_made(foogd, options, words):
+    code, _, complaint = foogd("sweep", *options, "--out", "o")
+    assert code == 2
+    assert all(word in complaint for word in words), complaint
+    assert not Path("o").exists()
+
+
+# Runs
+
+
+def test_a_sweep_trains_all_and_goes_on_where_it_was_and_starts_from_what_it_should(foogd):
+    words = ("sweep", "sweep.toml", "--out", "o", "--workers", "2", "--set", "alpha=0.5")
+    code, printed, complaint = foogd(*words)
+    assert (code, complaint) == (0, "")
+    assert "[3/3]" in printed
+    assert "foogd report o/runs/*" in printed
+    plain, fixed = (load_values(Path("o/runs") / f"{name}-alpha=0.5-seed=0") for name in ("plain", "fixed"))
+    assert all((plain[name] == value).all() for name, value in fixed.items() if not name.startswith("score"))
+    text = Path("o/table.md").read_text()
+    assert "| plain | MSP |" in text
+    assert "| fixed | score norm |" in text
+    assert "| contrast |" in text  # two corruptions: a table of them
+    # Again: nothing is trained; what was lost is made again.
+    before = {path: path.stat().st_mtime_ns for path in Path("o/runs").rglob("config.toml")}
+    rows = read_rows(Path("o/runs/plain-alpha=0.5-seed=1"))
+    shutil.rmtree("o/runs/plain-alpha=0.5-seed=1")
+    code, printed, _ = foogd(*words)
+    assert code == 0
+    assert "1 of 3 runs are left" in printed
+    assert read_rows(Path("o/runs/plain-alpha=0.5-seed=1")) == rows
+    kept = {path: path.stat().st_mtime_ns for path in before if "seed=1" not in str(path)}
+    assert all(before[path] == stamp for path, stamp in kept.items())
+    code, printed, _ = foogd(*words)
+    assert code == 0
+    assert "are left" not in printed
+
+
+def test_a_run_that_fails_is_named_at_the_end_with_exit_code_1_and_the_others_are_in_the_tables(foogd):
+    Path("bad.py").write_text(
+        "from dataclasses import dataclass\nfrom foogd import Method\n@dataclass(frozen=True)\nclass Bad(Method):\n"
+        "    'Fails.'\n    def losses(self, nets, batch, ctx):\n        raise ZeroDivisionError('by nobody')\n"
+    )
+    Path("other.toml").write_text('base = "preset.toml"\n[grid]\nmethod = ["bad.py:Bad", "fedavg"]')
+    words = ("sweep", "other.toml", "--out", "o", "--workers", "1")
+    code, printed, _ = foogd(*words)
+    assert code == 1
+    assert "failed: bad.py_Bad: ZeroDivisionError: by nobody" in printed
+    text = Path("o/table.md").read_text()
+    assert "| fedavg | MSP |" in text
+    assert "- bad.py_Bad: ZeroDivisionError: by nobody" in text
+    assert "in losses" in Path("o/failures.txt").read_text()
+    code, printed, _ = foogd(*words)
+    assert code == 1
+    assert "1 of 2 runs are left" in printed
+    # A folder that someone has changed is named too.
+    Path("o/runs/fedavg/config.toml").write_text("rounds = 3")
+    code, printed, _ = foogd(*words)
+    assert code == 1
+    assert "failed: fedavg: " in printed
+
+
+def test_the_plan_and_the_list(foogd):
+    code, printed, _ = foogd("sweep", "sweep.toml", "--plan", "--out", "o")
+    assert code == 0
+    assert "fixed-alpha=0.5-seed=0, after plain-alpha=0.5-seed=0" in printed
+    assert not Path("o").exists()
+    code, printed, _ = foogd("sweep", "--list")
+    assert code == 0
+    assert all(name in printed for name in sweep_names())
+
+
+# Data of a scale
+
+
+def test_small_scales_take_samples_of_what_is_there_and_stand_ins_of_what_is_not():
+    text = '[set]\nout = ["digits", "svhn"]\n[grid]\nseed = [0]'
+    Path("other.toml").write_text(f'base = "demo"\n{text}')
+    found = with_its_data(plan("other", read_sweep("other.toml"), "tiny"), Path("o"))
+    assert found.stand_ins == ("svhn",)
+    assert any("NOT REAL DATA: svhn" in sentence for sentence in found.warnings)
+    config, _ = found.resolved(found.points[0], Path("o"))
+    assert config.data == "o/data/fashion.npz"
+    assert config.out == ("o/data/digits.npz", "svhn")
+    assert "NOT-REAL-DATA" in config.data_root
+    federation = make_federation(config)
+    assert federation.name.startswith("fashion (sample of ")
+    outs = [test.name for test in federation.tests if test.split == "out"]
+    assert outs == ["digits (sample of 60)", "svhn (stand-in)"]
+    assert abs(len(federation.train) - SCALES["tiny"].train) < 10
+    # Real data are never made up at another scale.
+    with pytest.raises(InputError, match="svhn is neither"):
+        with_its_data(plan("other", read_sweep("other.toml"), "small"), Path("p"))
+    full = plan("other", read_sweep("other.toml"))
+    assert with_its_data(full, Path("q")) is full
+    assert full.warnings == []
+
+
+def test_the_warnings_stand_above_the_tables():
+    found = with_its_data(plan("svhn", {"base": "demo", "set": {"out": ["svhn"]}}, "tiny"), Path("o"))
+    text = tables_text(found, [Table("t", ("method", "detector"), (("a", "b"),))], {})
+    assert text.index("NOT REAL DATA") < text.index("| a | b |")
+
+
+# Tables
+
+
+def test_tables_keep_sections_and_lines_apart(tmp_path):
+    grid = {"method": ["fedavg"], "alpha": [0.1, 5.0], "batch_size": [32, 64], "seed": [0, 1]}
+    found = plan("x", {"base": "demo", "grid": grid})
+    for number, point in enumerate(found.points):
+        rows = [
+            Row("r", "fedavg", point.settings["seed"], 2, "weighted", None, "d", split, kind, None, None, "accuracy",
+                number / 100, 1.0)
+            for split, kind in (("in", None), ("in-c", "fog"), ("in-c", "snow"))
+        ]  # fmt: skip
+        text = "".join(json.dumps(row.as_dict()) + "\n" for row in rows)
+        write_atomic(tmp_path / "runs" / point.name / "rows.jsonl", text.encode())
+    tables = sweep_tables(found, tmp_path)
+    assert [table.title.partition(":")[0] for table in tables[:4]] == ["alpha = 0.1"] * 2 + ["alpha = 5.0"] * 2
+    assert tables[0].rows == (
+        ("fedavg, batch_size=32", "–", "0.5 ± 0.7", "0.5 ± 0.7"),
+        ("fedavg, batch_size=64", "–", "2.5 ± 0.7", "2.5 ± 0.7"),
+    )
+    assert tables[1].columns == ("corruption", "fedavg, batch_size=32", "fedavg, batch_size=64")
+    assert tables[1].rows[1] == ("snow", "0.5 ± 0.7", "2.5 ± 0.7")
+    assert tables[4].columns == ("method", "alpha = 0.1", "alpha = 5.0", "mean")
+    assert tables[4].rows[0] == ("fedavg, batch_size=32", "0.5 ± 0.7", "4.5 ± 0.7", "2.5 ± 0.7")
+    without = sweep_tables(found, tmp_path, [point.name for point in found.points if point.settings["seed"] == 1])
+    assert without[0].rows[0][2] == "0.0"
+
+
+# The paper's experiments
+
+
+def values(name, key):
+    return {point.settings[key] for point in plan(name, read_sweep(name)).points}
+
+
+def test_the_sweeps_of_the_paper_have_its_values():
+    for name in ("cifar10", "cifar100"):
+        assert values(name, "method") == METHODS
+        assert values(name, "alpha") == values(f"ablation-{name}", "alpha") == {0.1, 0.5, 5.0}
+    for name in ("tinyimagenet", "other-out", "corruptions-cifar10", "corruptions-cifar100", "clients"):
+        assert values(name, "method") == METHODS
+    assert values("lambda-m", "lambda_m") == {0.1, 0.2, 0.5, 0.8, 1.0}
+    assert values("lambda-a", "lambda_a") == {0.0, 0.01, 0.05, 0.1, 0.2, 0.5, 0.8}
+    assert values("clients", "clients") == {5, 10, 20, 50}
+    assert values("pacs", "leave_out") == {"art_painting", "cartoon", "photo", "sketch"}
+    for name in sweep_names():
+        assert values(name, "seed") == {0, 1, 2}
+
+
+def test_other_out_sets_detectors_and_corruptions_are_those_of_the_paper():
+    def config(name):
+        found = plan(name, read_sweep(name))
+        return found.resolved(found.points[0], Path())[0]
+
+    assert set(config("other-out").out) == {"isun", "svhn", "lsun_r", "textures"}
+    assert "lsun_c" in config("cifar10").out
+    assert {"msp", "energy", "ash", "score_norm"} <= set(config("detectors").detectors)
+    assert len(config("corruptions-cifar10").corruptions) == 19
+
+
+def test_the_ablations_differ_from_the_whole_in_one_setting():
+    found = plan("ablation-cifar10", read_sweep("ablation-cifar10"))
+    built = {point.label: found.resolved(point, Path("o")) for point in found.points}
+    whole = built["FedAvg+FOOGD"][1]
+    changed = {
+        label: {k: v for k, v in vars(method).items() if v != vars(whole)[k]}
+        for label, (_, method) in built.items()
+        if label != "FedAvg"
+    }
+    assert changed == {
+        "fixed backbone": {"train_base": False},
+        "without SM3D (DSM only)": {"lambda_m": 0.0},
+        "MMD only": {"lambda_m": 1.0},
+        "without SAG": {"lambda_a": 0.0},
+        "FedAvg+FOOGD": {},
+    }
+    starts = {point.label: point.start for point in found.points if point.start}
+    assert starts == {"fixed backbone": "FedAvg-alpha=5.0-seed=2"}
+
+
+@pytest.mark.parametrize("name", sweep_names())
+def test_the_settings_of_every_run_of_every_sweep_are_known(name):
+    for scale in SCALES:
+        found = plan(name, read_sweep(name), scale)
+        for point in {(str(point.settings.get("method")), point.label): point for point in found.points}.values():
+            found.resolved(point, Path("o"))
