@@ -38,8 +38,8 @@ from foogd.flower.options import read_options, refusal
 from foogd.flower.processes import check_security, connection, is_loopback, split_address, supernode_command
 from foogd.flower.roster import Roster
 from foogd.methods import make_method
-from foogd.simulate import initial_state
-from foogd.types import ClientState, Update
+from foogd.simulate import initial_state, run_round
+from foogd.types import ClientState, Missing, Update
 
 
 def engine_of(method):
@@ -251,6 +251,33 @@ def test_mean_and_deviation_are_those_of_all_images_together():
         found[number] = facts(f"n{number}", first=first, second=second, count=count)
     roster = Roster.start(found)
     assert (roster.mean, roster.std) == (whole.mean, whole.std)
+
+
+def test_nodes_with_other_classes_are_counted_by_name():
+    found = facts("b", classes=("cat", "ape"), class_counts=(3, 1))
+    roster = Roster.start({1: facts("a", classes=("dog", "cat"), class_counts=(5, 2)), 2: found})
+    assert roster.classes == ("ape", "cat", "dog")
+    assert [member.class_counts for member in roster.by_id] == [(0, 2, 5), (1, 3, 0)]
+
+
+def test_a_client_that_is_missing_is_as_before_the_round():
+    """What it was sent may not have arrived, so it counts as not sent."""
+    engine = engine_of("foster")
+
+    class Losing:
+        def __getattr__(self, name):
+            return getattr(engine, name)
+
+        def train(self, server, clients, round):
+            for client, update in zip(clients, engine.train(server, clients, round), strict=True):
+                yield Missing(1, "gone") if client.id == 1 else update
+
+    state = initial_state(engine)
+    result = run_round(Losing(), state, 0)
+    assert result.refused == {1: "gone"}
+    lost, there = result.state.clients[1], result.state.clients[0]
+    assert (lost.holds, lost.counted, there.holds, there.counted) == (-1, 0, 0, 1)
+    assert torch.equal(lost.personal, state.clients[1].personal)
 
 
 def test_black_images_do_not_divide_by_zero():

@@ -150,6 +150,9 @@ def test_private_values_stay_on_their_node():
     tensors, _ = load_checkpoint(Path("flower"))
     assert all(value.numel() == 0 for name, value in tensors.items() if name.endswith(".personal"))
     assert load("flower").predict(torch.zeros(2, 16, 16, 1, dtype=torch.uint8)).out is not None
+    simulated(method="fedrod", calibration=0.1)
+    for name in ("msp", "gaussian"):  # of the model that has no private part
+        assert load("flower").threshold(name) == load("simulated").threshold(name)
     with pytest.raises(InputError, match="on its nodes only"):
         load("flower").predict(torch.zeros(2, 16, 16, 1, dtype=torch.uint8), client=0)
     kept = Kept(next(Path("shards/node-0/state").glob("fedrod-*")))
@@ -171,6 +174,32 @@ def test_evaluation_comes_with_the_updates():
     assert kinds.count("train") == 3
     assert kinds.count("evaluate") == 2 + 2 + 3  # those who do not train in rounds 2 and 3, then all
     assert {row.client for row in read_rows(Path("flower")) if row.round == 1} == {None, 0, 1, 2}
+
+
+def test_those_who_only_evaluate_do_not_decide_what_updates_look_like():
+    grid = make_nodes("shards")
+    on_flower(grid, method="scaffold", rounds=2, participation=0.34, eval_every=1, detectors="msp")
+    assert [line["refused"] for line in read_rounds(Path("flower"))] == [{}, {}]
+
+
+@pytest.mark.parametrize(
+    "said", [{"class_counts": "many"}, {"leaks": {"in": "x"}}, {"notes": 3}, {"aside": -1}, {"sets": 7}, {"sets": [{}]}]
+)
+def test_nonsense_about_itself_does_not_stop_a_run(said):
+    grid = make_nodes("shards")
+
+    def babble(message, answer):
+        reply = answer()
+        if message.metadata.message_type == "query":
+            return reply
+        arrays, about = unpack(reply.content)
+        return Message(pack(to_record(arrays), about | said), reply_to=message)
+
+    grid.behave["node-1"] = babble
+    on_flower(grid, rounds=1, detectors="msp", method="fedavg")
+    clients = {row.client for row in read_rows(Path("flower"))}
+    assert {None, 0, 2} <= clients
+    assert (1 in clients) == ("sets" not in said)
 
 
 def test_a_private_part_that_never_trained_and_means_nothing_is_not_tested():
@@ -262,18 +291,13 @@ class Killed(Exception):
 def test_a_killed_server_goes_on_at_the_next_round_to_the_same_weights():
     grid = make_nodes("shards")
 
-    def kill(message, answer):
-        answer()  # the node has trained and kept its state, but nobody hears of it
-        raise Killed
-
     real = grid._answer
 
     def dies(message):
-        if message.metadata.message_type == "train" and message.metadata.group_id == "1":
-            context_name = grid.nodes[message.metadata.dst_node_id]["name"]
-            if context_name == "node-1":
-                real(message)
-                raise Killed
+        about, name = message.metadata, grid.nodes[message.metadata.dst_node_id]["name"]
+        if (about.message_type, about.group_id, name) == ("train", "1", "node-1"):
+            real(message)  # the node has trained and kept its state, but nobody hears of it
+            raise Killed
         return real(message)
 
     grid._answer = dies
@@ -366,5 +390,5 @@ def test_classes_are_found_by_their_names():
 def test_settings_that_cannot_be_are_refused_before_anything_is_sent(settings, sentence):
     grid = MemoryGrid({})
     with pytest.raises(InputError, match=sentence):
-        on_flower(grid, **settings)
+        on_flower(grid, wait_for_nodes=0.1, **settings)
     assert grid.sent == []

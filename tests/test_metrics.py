@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from foogd.errors import InputError
-from foogd.metrics import accuracy, aupr, auroc, fpr95_swapped, fpr_at_tpr, threshold_at_tpr
+from foogd.metrics import Ordered, accuracy, aupr, auroc, fpr95_swapped, fpr_at_tpr, threshold_at_tpr
 
 few_values = st.lists(st.integers(-3, 3), min_size=1, max_size=40)
 floats = st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=40)
@@ -152,3 +152,13 @@ def test_accuracy_refuses_what_it_cannot_count() -> None:
         accuracy(torch.ones(4, 3), torch.ones(3, dtype=torch.long))
     with pytest.raises(InputError, match="nan"):
         accuracy(torch.full((2, 3), math.nan), torch.zeros(2, dtype=torch.long))
+
+
+def test_scores_that_were_sorted_once_give_the_same_numbers(rng: torch.Generator) -> None:
+    inside, outside = torch.randint(9, (57,), generator=rng).float(), torch.randint(4, 13, (31,), generator=rng).float()
+    for metric in (auroc, fpr_at_tpr, aupr):
+        assert metric(Ordered(inside), Ordered(outside)) == metric(inside, outside)
+        many = Ordered.repeated(Ordered(outside), 3)
+        assert metric(Ordered(inside), many) == pytest.approx(metric(inside, outside.repeat(3)), abs=1e-15)
+        several = Ordered.repeated(Ordered(inside), 2)
+        assert metric(several, outside) == pytest.approx(metric(inside.repeat(2), outside), abs=1e-15)

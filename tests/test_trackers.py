@@ -1,6 +1,7 @@
 """Trackers get what the run folder has; whatever they do, training goes on with one line of warning."""
 
 import importlib.util
+import shutil
 import sys
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -145,14 +146,15 @@ def test_names_that_are_not_known_and_packages_that_are_missing_are_said_at_once
 
 
 @installed("tensorboard")
-def test_tensorboard_shows_every_round_once_even_after_a_stop(run):
+def test_tensorboard_shows_every_round_once_even_when_a_run_begins_again(run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     steps = tracked(run, "tensorboard")
-    next(steps)
+    assert [next(steps).round, next(steps).round] == [1, 2]
     steps.close()
+    shutil.rmtree(run.folder / "checkpoint")  # a run that has lost its state begins again, and so do its curves
     again = Run.open(run.folder, read_run_config)
-    assert [result.round for result in tracked(again, "tensorboard")] == [2, 3]
+    assert [result.round for result in tracked(again, "tensorboard")] == [1, 2, 3]
     events = EventAccumulator(str(run.folder / "tensorboard"))
     events.Reload()
     found = events.Scalars("loss/model")

@@ -15,7 +15,7 @@ from .detect import Detector
 from .engine.eager import Engine
 from .engine.rng import Streams, generator
 from .methods.base import Method
-from .metrics import aupr, auroc, fpr_at_tpr, threshold_at_tpr
+from .metrics import Ordered, aupr, auroc, fpr_at_tpr, threshold_at_tpr
 from .simulate import RunState
 from .types import ClientState, Context, Output, Readout
 
@@ -451,24 +451,44 @@ def _detection_rows(
                 yield from _acceptance_rows(_about(base, answer.test), answer, detector, taus, tau)
         # Scores of two models have no common scale.
         comparable = [answer for answer in shifted if not answer.test.unseen or generic_clean is None]
+        known: dict[int, Tensor] = {}
+        if comparable:
+            for client, values in inside.items():
+                parts = [a.scores[detector][client] for a in comparable if client in a.correct]
+                known[client] = torch.cat([values, *parts])
+        # Sorted once for all metrics and OUT sets.
+        in_order, known_order = _order(inside), _order(known)
+        all_in, all_known = Ordered(_pool(inside)), Ordered(_pool(known)) if known else None
         for answer in answers:
             outside = {client: values for client, values in answer.scores[detector].items() if client in inside}
             if answer.test.split != "out" or not outside:
                 continue
             about = _about(base, answer.test)
-            pooled_in, pooled_out = _pool(inside), _pool(answer.scores[detector])
+            out_order = _order(answer.scores[detector])
+            all_out = _pooled_order(answer.scores[detector], out_order)
             for metric, function in (("auroc", auroc), ("fpr95", fpr_at_tpr), ("aupr", aupr)):
-                values = {client: function(inside[client], out) for client, out in outside.items()}
-                yield from _scoped(replace(about, metric=metric), values, sizes, function(pooled_in, pooled_out))
-            if comparable:
-                known = {
-                    client: torch.cat(
-                        [inside[client], *(a.scores[detector][client] for a in comparable if client in a.correct)]
-                    )
-                    for client in inside
-                }
-                values = {client: auroc(known[client], out) for client, out in outside.items()}
-                yield from _scoped(replace(about, metric="auroc_joint"), values, sizes, auroc(_pool(known), pooled_out))
+                found = {client: function(in_order[client], out_order[client]) for client in outside}
+                yield from _scoped(replace(about, metric=metric), found, sizes, function(all_in, all_out))
+            if all_known is not None:
+                found = {client: auroc(known_order[client], out_order[client]) for client in outside}
+                yield from _scoped(replace(about, metric="auroc_joint"), found, sizes, auroc(all_known, all_out))
+
+
+def _order(parts: Mapping[int, Tensor]) -> dict[int, Ordered]:
+    """The scores of each client sorted; clients that share a tensor, as they do where a model is shared, share it."""
+    found: dict[int, Ordered] = {}
+    for values in parts.values():
+        if id(values) not in found:
+            found[id(values)] = Ordered(values)
+    return {client: found[id(values)] for client, values in parts.items()}
+
+
+def _pooled_order(parts: Mapping[int, Tensor], order: Mapping[int, Ordered]) -> Ordered:
+    """All clients' scores sorted, without the copies where all have the same."""
+    one, *others = parts.values()
+    if all(other is one for other in others):
+        return Ordered.repeated(next(iter(order.values())), len(parts))
+    return Ordered(_pool(parts))
 
 
 def _calibrated_rows(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, final
 
 import numpy as np
 import torch
@@ -19,9 +19,33 @@ from .errors import InputError
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-    Scores = Float[Tensor, " n"] | Float[np.ndarray, " n"]
     Labels = Int[Tensor, " n"] | Int[np.ndarray, " n"]
     Logits = Float[Tensor, "n classes"] | Float[np.ndarray, "n classes"]
+
+
+@final
+class Ordered:
+    """Scores that were checked and sorted once, for several metrics; `copies` says how often each of them counts."""
+
+    values: Float[Tensor, " n"]
+    copies: int
+
+    def __init__(self, scores: Float[Tensor, " n"] | Float[np.ndarray, " n"], copies: int = 1) -> None:
+        self.values, self.copies = _sorted(scores, "given").values, copies
+
+    @classmethod
+    def repeated(cls, one: Ordered, copies: int) -> Ordered:
+        """The same scores, each of them so many times."""
+        found = object.__new__(cls)
+        found.values, found.copies = one.values, one.copies * copies
+        return found
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+if TYPE_CHECKING:
+    Scores = Float[Tensor, " n"] | Float[np.ndarray, " n"] | Ordered
 
 
 def accuracy(logits: Logits, y: Labels) -> float:
@@ -41,7 +65,8 @@ def accuracy(logits: Logits, y: Labels) -> float:
 
 def auroc(in_scores: Scores, out_scores: Scores) -> float:
     """P(OUT score > IN score) + ½ P(equal): the area under the ROC curve with OUT as the positive class."""
-    inside, outside = _sorted(in_scores, "IN"), _sorted(out_scores, "OUT")
+    # How often each score counts on its side changes no share.
+    inside, outside = _sorted(in_scores, "IN").values, _sorted(out_scores, "OUT").values
     below = torch.searchsorted(inside, outside).sum() + torch.searchsorted(inside, outside, right=True).sum()
     return int(below) / (2 * len(inside) * len(outside))
 
@@ -49,18 +74,20 @@ def auroc(in_scores: Scores, out_scores: Scores) -> float:
 def threshold_at_tpr(in_scores: Scores, tpr: float = 0.95) -> float:
     """τ, the ⌈tpr·n⌉-th smallest IN score: inputs with a score of at most τ are accepted."""
     inside = _sorted(in_scores, "IN")
+    if inside.copies != 1:
+        inside = Ordered(inside.values.repeat_interleave(inside.copies))
     if not 0 < tpr <= 1:
         raise InputError(f"tpr is {tpr}, but it must be above 0 and at most 1.")
     # As a float, 0.95 · n can lie just above a whole number, which would move the rank by one.
     rank = math.ceil(Fraction(repr(float(tpr))) * len(inside))
-    return float(inside[rank - 1])
+    return float(inside.values[rank - 1])
 
 
 def fpr_at_tpr(in_scores: Scores, out_scores: Scores, tpr: float = 0.95) -> float:
     """The share of OUT accepted (score ≤ τ) when the share `tpr` of IN is: FPR95, with IN as the positive class."""
     tau = threshold_at_tpr(in_scores, tpr)
-    outside = _sorted(out_scores, "OUT")
-    return int((outside <= tau).sum()) / len(outside)
+    outside = _sorted(out_scores, "OUT").values
+    return int(torch.searchsorted(outside, tau, right=True)) / len(outside)
 
 
 def aupr(in_scores: Scores, out_scores: Scores) -> float:
@@ -68,9 +95,10 @@ def aupr(in_scores: Scores, out_scores: Scores) -> float:
 
     Samples with equal scores share one threshold, as in scikit-learn's `average_precision_score`.
     """
-    inside, outside = _sorted(in_scores, "IN"), _sorted(out_scores, "OUT")
-    hits = len(outside) - torch.searchsorted(outside, outside)
-    alarms = len(inside) - torch.searchsorted(inside, outside)
+    known, other = _sorted(in_scores, "IN"), _sorted(out_scores, "OUT")
+    inside, outside = known.values, other.values
+    hits = other.copies * (len(outside) - torch.searchsorted(outside, outside))
+    alarms = known.copies * (len(inside) - torch.searchsorted(inside, outside))
     return float((hits.double() / (hits + alarms)).mean())
 
 
@@ -80,13 +108,17 @@ def fpr95_swapped(in_scores: Scores, out_scores: Scores) -> float:
     Only to match the paper's numbers for MSP, where the released code swaps the arguments. This is not FPR95, for the
     two classes have changed places: use `fpr_at_tpr`.
     """
-    return fpr_at_tpr(-_sorted(out_scores, "OUT"), -_sorted(in_scores, "IN"))
+    return fpr_at_tpr(-_sorted(out_scores, "OUT").values, -_sorted(in_scores, "IN").values)
 
 
-def _sorted(scores: Scores, name: str) -> Tensor:
+def _sorted(scores: Scores, name: str) -> Ordered:
+    if isinstance(scores, Ordered):
+        return scores
     values = torch.as_tensor(scores).detach().to(torch.float64).flatten()
     if not len(values):
         raise InputError(f"the metric needs at least one {name} score, but got none.")
     if torch.isnan(values).any():
         raise InputError(f"the {name} scores contain nan, but a metric needs numbers.")
-    return values.sort().values
+    found = object.__new__(Ordered)
+    found.values, found.copies = values.sort().values, 1
+    return found

@@ -239,8 +239,10 @@ class Run:
         return [None, *(name for name, detector in self.detectors.items() if detector.applies(readout))]
 
     def _evaluate(self, state: RunState, detectors: Mapping[str, Detector]) -> list[Row]:
-        read_rows(self.folder)  # a damaged file is found before anything is written
-        done = Evaluator(self.engine, detectors).evaluation(state, run=self.name, method=self.config.method)
+        older = read_rows(self.folder)  # a damaged file is found before anything is written
+        # A run keeps its name: one that a later version of the package evaluates has more settings, so another digest.
+        name = older[0].run if older else self.name
+        done = Evaluator(self.engine, detectors).evaluation(state, run=name, method=self.config.method)
         if state.server.round == self.config.rounds and detectors is self.detectors:
             save_model(self.folder, done, self.federation, self.config)
         if state.server.round == self.config.rounds and done.answers:

@@ -203,7 +203,9 @@ def in_one_row(buffers: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor
 
 def views_of(row: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The parts of a row of integer buffers by name."""
-    parts = torch.split(row, [value.numel() for value in like.values()]) if like else ()
+    if all(value.ndim == 0 for value in like.values()):
+        return dict(zip(like, row.unbind(), strict=True))  # one call: there may be hundreds
+    parts = torch.split(row, [value.numel() for value in like.values()])
     return {name: part.view(value.shape) for (name, value), part in zip(like.items(), parts, strict=True)}
 
 
@@ -263,6 +265,7 @@ class Captured:
             with torch.cuda.graph(graph, pool=slot.pool, stream=slot.stream):
                 step()
             self.replay = graph.replay
+            slot.nets.eval()  # what is replayed does not look at modes, and setting them takes as long as a step
         # The trial steps leave no trace: a client whose turn it is goes on as if there had been none.
         slot.rng.restart()
         slot.shared.copy_(kept[0])
@@ -271,7 +274,8 @@ class Captured:
 
     def begin(self, block: Int[Tensor, "steps b"], kept: Mapping[str, Tensor]) -> None:
         """Everything as at the first step of a phase, with these batches to come."""
-        self._engine.set_modes(self._slot.nets, self._phase)
+        if self._engine.device.type != "cuda":
+            self._engine.set_modes(self._slot.nets, self._phase)
         self._slot.block[: len(block)].copy_(block)
         self._slot.step.zero_()
         for total in self.totals.values():
@@ -474,7 +478,8 @@ class GraphEngine:
         self, slot: Slot, client: ClientState, ctx: Context, totals: Mapping[str, Tensor]
     ) -> Callable[[], Update]:
         """The client's update; the losses are read once the device is done."""
-        slot.nets.eval()
+        if self.device.type != "cuda":  # recorded steps leave the nets in eval mode
+            slot.nets.eval()
         with torch.no_grad():
             parts = torch.split(client.indices.to(self.device), self.config.batch_size)
             extra, memory = self.method.finish(slot.nets, map(self.eager.batches.plain, parts), ctx)
