@@ -195,7 +195,7 @@ def base_values(folder):
 def test_a_run_folder_holds_what_is_promised(run):
     folder = run("a", "fedrod+foogd")
     names = ["checkpoint", "config.toml", "environment.json", "model", "partition.json", "partition.png",
-             "rounds.jsonl", "rows.jsonl", "summary.md"]  # fmt: skip
+             "rounds.jsonl", "rows.jsonl", "samples.safetensors", "summary.md"]  # fmt: skip
     assert sorted(path.name for path in folder.iterdir()) == names
     assert sorted(path.name for path in (folder / "checkpoint").iterdir()) == ["round-00002.safetensors", "state.json"]
     about = json.loads((folder / "environment.json").read_text())
