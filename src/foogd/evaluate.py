@@ -208,7 +208,8 @@ class Evaluator:
 
     def _images(self, store: Any, indices: Tensor) -> Tensor:
         images: Tensor = (store.batch(indices).to(self._shared.device) - self._mean) / self._std
-        return images
+        # Convolutions of a GPU are made for this order of the values.
+        return images.contiguous(memory_format=torch.channels_last) if images.is_cuda else images
 
     def _outputs(
         self, test: TestSet, state: RunState, *, adapt: bool
@@ -486,7 +487,7 @@ def _order(parts: Mapping[int, Tensor]) -> dict[int, Ordered]:
 def _pooled_order(parts: Mapping[int, Tensor], order: Mapping[int, Ordered]) -> Ordered:
     """All clients' scores sorted, without the copies where all have the same."""
     one, *others = parts.values()
-    if all(other is one for other in others):
+    if all(other is one or torch.equal(other, one) for other in others):  # the same however the scores came here
         return Ordered.repeated(next(iter(order.values())), len(parts))
     return Ordered(_pool(parts))
 

@@ -1,0 +1,40 @@
+"""Keep what a run has shown under docs/results: its settings, where it ran, its rows but for those of single clients.
+
+python tools/keep_run.py runs/fedavg-5.0-s21 [RUN...]       # writes docs/results/fedavg-5.0-s21/
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+from pathlib import Path
+
+from foogd.runs import read_rounds, read_rows, write_atomic
+
+KEPT = ("round", "scope", "dataset", "split", "corruption", "severity", "detector", "metric", "value", "weight")
+
+
+def main(folders: list[str]) -> None:
+    for name in folders:
+        folder = Path(name)
+        place = Path(__file__).parent.parent / "docs" / "results" / folder.name
+        for file in ("config.toml", "environment.json"):
+            write_atomic(place / file, (folder / file).read_bytes())
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(KEPT)
+        for row in read_rows(folder):
+            if row.scope != "client":
+                values = row.as_dict() | {"value": round(row.value, 6)}
+                writer.writerow(["" if values[key] is None else values[key] for key in KEPT])
+        write_atomic(place / "rows.csv", text.getvalue().encode())
+        rounds = ["round,seconds," + ",".join(sorted(read_rounds(folder)[0]["losses"]))]
+        for line in read_rounds(folder):
+            losses = [f"{line['losses'][group]:.4f}" for group in sorted(line["losses"])]
+            rounds.append(",".join([str(line["round"]), f"{line['seconds']:.2f}", *losses]))
+        write_atomic(place / "rounds.csv", ("\n".join(rounds) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
