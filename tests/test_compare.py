@@ -325,6 +325,19 @@ def test_scores_that_are_no_numbers_are_left_out(runs, monkeypatch):
     assert {one.detectors[0] for one in found.results} == {"", "energy"}
 
 
+def test_a_folder_from_before_a_setting_existed_was_made_with_its_default(runs, tmp_path):
+    shutil.copytree(runs / "avg", tmp_path / "old")
+    path = tmp_path / "old" / "config.toml"
+    new = ("aggregation", "trim", "update_bound", "severities")
+    lines = [line for line in path.read_text().splitlines() if line.partition(" ")[0] not in new]
+    path.write_text("\n".join(lines))
+    found = {key: both for key, *both in compare_runs(runs / "avg", tmp_path / "old", resamples=10).settings}
+    assert found.keys() <= {"severities"}  # which is not the default in these runs
+    path.write_text("\n".join([*lines, 'aggregation = "median"']))
+    found = {key: both for key, *both in compare_runs(runs / "avg", tmp_path / "old", resamples=10).settings}
+    assert found["aggregation"] == ["mean", "median"]
+
+
 def test_the_command_prints_both_tables_and_writes_them(runs, monkeypatch, capsys, tmp_path):
     words = ["foogd", "compare", runs / "avg", runs / "rod", "--detector", "msp", "--detector", "energy:score_norm"]
     monkeypatch.setattr(sys, "argv", [str(word) for word in (*words, "--resamples", 50, "--out", tmp_path / "c.md")])

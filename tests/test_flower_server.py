@@ -3,21 +3,27 @@
 import json
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 
 pytest.importorskip("flwr", reason='needs pip install "foogd[flower]"')
 
 from flwr.app import Message
+from safetensors.torch import load_file
 
 from flower_grid import DATA, SETTINGS, MemoryGrid, make_nodes
 from foogd import load
+from foogd.engine.rng import generator
 from foogd.errors import InputError
-from foogd.flower.messages import pack, to_record, unpack
+from foogd.flower.engine import Post
+from foogd.flower.messages import BadMessage, pack, to_record, unpack
 from foogd.flower.node import Kept
-from foogd.flower.server import serve
+from foogd.flower.server import Server, _add_sums, serve
 from foogd.runs import Run, load_checkpoint, read_rounds, read_rows
 from foogd.settings import parse_toml, resolve
+
+PLAIN = {"method": "fedavg", "detectors": "msp", "evaluate": "none"}
 
 
 @pytest.fixture(autouse=True)
@@ -164,7 +170,9 @@ def test_without_evaluation_no_score_leaves_a_node():
     on_flower(grid, evaluate="none", eval_every=1)
     assert {kind for _, kind, _ in grid.sent} == {"query", "train"}
     assert read_rows(Path("flower")) == []
-    assert Path("flower/summary.md").is_file()
+    summary = Path("flower/summary.md").read_text()
+    assert "test sets" not in summary  # nothing was compared
+    assert "has no rows" not in summary  # no detector was asked
 
 
 def test_evaluation_comes_with_the_updates():
@@ -281,6 +289,157 @@ def test_a_round_below_the_quorum_is_repeated_and_then_the_run_ends_and_can_go_o
     assert same_weights("flower", "simulated")
 
 
+def test_a_repeated_round_draws_others():
+    """A sample whose only node is dead would fail as often as it is drawn.
+
+    With this seed the dead one would be drawn in the repeat too, if it were among those who can be.
+    """
+    grid = make_nodes("shards")
+    grid.behave["node-1"] = crashing
+    run = on_flower(grid, **PLAIN, rounds=3, participation=0.34, retries=1, seed=17)
+    drawn = [int(torch.randperm(3, generator=generator(run.config.seed, r, "participants"))[0]) for r in range(3)]
+    taken = [line["participants"] for line in read_rounds(Path("flower"))]
+    assert 1 in drawn
+    assert set(drawn) != {1}
+    for theirs, own in zip(drawn, taken, strict=True):
+        assert own in ([0], [2]) if theirs == 1 else own == [theirs]
+    last = [max((r + 1 for r in range(3) if taken[r] == [client]), default=0) for client in range(3)]
+    assert load_checkpoint(Path("flower"))[0]["counted"].tolist() == last
+
+
+def test_a_round_is_repeated_when_enough_nodes_are_back():
+    grid = make_nodes("shards")
+    away, looks = {}, []
+
+    def leaves(message, answer):
+        if message.metadata.message_type == "train" and not looks:
+            away[101] = grid.nodes.pop(101)
+            raise RuntimeError("the machine was started again")
+        return answer()
+
+    def online():
+        if away:
+            looks.append(0)
+            if len(looks) == 20:
+                grid.nodes |= {101: away.pop(101)}
+        return list(grid.nodes)
+
+    grid.behave["node-1"], grid.get_node_ids = leaves, online
+    on_flower(grid, **PLAIN, rounds=1, min_updates=3, retries=1, wait_for_nodes=60.0)
+    assert read_rounds(Path("flower"))[0]["refused"] == {}
+
+
+def evaluates_after(failures):
+    """A node that fails so many times when it is asked to evaluate."""
+    left = iter(range(failures))
+
+    def behave(message, answer):
+        if message.metadata.message_type.startswith("evaluate") and next(left, None) is not None:
+            raise RuntimeError("out of memory")
+        return answer()
+
+    return behave
+
+
+@pytest.mark.parametrize("detectors", ["msp", "msp,gaussian"])
+def test_the_final_evaluation_asks_again_who_failed(detectors):
+    grid = make_nodes("shards")
+    grid.behave["node-1"] = evaluates_after(1)
+    on_flower(grid, rounds=1, method="fedavg", detectors=detectors)
+    simulated(rounds=1, method="fedavg", detectors=detectors)
+    assert rows_of(Path("flower")) == rows_of(Path("simulated"))
+    assert "was not evaluated by" not in Path("flower/summary.md").read_text()
+    assert [name for name, kind, _ in grid.sent if kind == "evaluate"].count("node-0") == 1
+
+
+def test_the_summary_names_who_did_not_evaluate():
+    grid = make_nodes("shards")
+    grid.behave["node-1"] = evaluates_after(10**9)
+    on_flower(grid, rounds=1, method="fedavg", detectors="msp,gaussian", retries=2)
+    summary = Path("flower/summary.md").read_text()
+    assert "The final model was not evaluated by: node-1." in summary
+    assert "Detectors were fitted without the features of: node-1." in summary
+    assert {row.client for row in read_rows(Path("flower"))} == {None, 0, 2}
+
+
+def test_the_final_evaluation_does_not_wait_for_ever():
+    grid = make_nodes("shards")
+
+    def leaves(message, answer):
+        reply = answer()
+        if message.metadata.message_type == "train":
+            del grid.nodes[101]
+        return reply
+
+    grid.behave["node-1"] = leaves
+    on_flower(grid, rounds=1, method="fedavg", detectors="msp,gaussian", wait_for_nodes=0.2)
+    assert "was not evaluated by: node-1." in Path("flower/summary.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"sum": torch.tensor([torch.nan])}, {"sum": torch.ones(2)}, {"sum": torch.ones(1).double()}, {}]
+)
+def test_sums_of_a_client_are_added_whole_or_not_at_all(wrong):
+    total = {"a": {"sum": torch.ones(1)}, "b": {"sum": torch.ones(1)}}
+    with pytest.raises(BadMessage):
+        _add_sums(total, {"a": [{"sum": torch.ones(1)}], "b": [wrong]})
+    assert total == {"a": {"sum": torch.ones(1)}, "b": {"sum": torch.ones(1)}}
+    _add_sums(total, {"a": [{"sum": torch.ones(1)}]})
+    assert total == {"a": {"sum": 2 * torch.ones(1)}, "b": {"sum": torch.ones(1)}}
+
+
+def test_the_model_for_use_counts_the_images_that_trained():
+    grid = make_nodes("shards")
+    on_flower(grid, method="fedrod", rounds=1, calibration=0.3, detectors="msp")
+    simulated(method="fedrod", rounds=1, calibration=0.3, detectors="msp")
+    [path] = Path("flower/model").glob("*.safetensors")
+    counts = torch.tensor(json.loads(Path("simulated/partition.json").read_text())["counts"])
+    assert load_file(path)["class_counts"].tolist() == counts.sum(0).tolist()
+
+
+# A SuperLink that stumbles
+
+
+def stumbling(real, times):
+    """The same call; its first calls fail as a SuperLink does whose database is locked."""
+    left = iter(range(times))
+
+    def call(*given):
+        if next(left, None) is not None:
+            request = httpx.Request("POST", "http://superlink")
+            raise httpx.HTTPStatusError("database is locked", request=request, response=httpx.Response(500))
+        return real(*given)
+
+    return call
+
+
+@pytest.mark.parametrize("call", ["get_node_ids", "push_messages", "pull_messages"])
+def test_a_failure_of_the_superlink_is_tried_again(call):
+    grid = make_nodes("shards")
+    setattr(grid, call, stumbling(getattr(grid, call), 2))
+    on_flower(grid, rounds=1, detectors="msp", method="fedavg")
+    assert read_rounds(Path("flower"))[0]["refused"] == {}
+
+
+def test_a_superlink_that_is_gone_ends_the_run_with_a_sentence():
+    grid = make_nodes("shards")
+    grid.get_node_ids = stumbling(grid.get_node_ids, 10**9)
+    with pytest.raises(InputError, match=r"not answered for 0.05 s \(HTTPStatusError: database is locked\)"):
+        Post(grid, poll=0.01, patience=0.05).online()
+
+
+@pytest.mark.parametrize(("push", "reason"), [
+    (lambda messages: [], "could not be sent"),  # as Flower does where messages are too large
+    (stumbling(None, 10**9), "could not be sent: HTTPStatusError: database is locked"),
+])  # fmt: skip
+def test_a_message_that_never_left_is_not_called_late(push, reason):
+    grid = make_nodes("shards")
+    grid.push_messages = push
+    letter = ("query", to_record({}), {})
+    found = Post(grid, poll=0.01).ask({100: letter, 101: letter}, 0.05, "0")
+    assert found == dict.fromkeys((100, 101), f"its message {reason}")
+
+
 # Going on
 
 
@@ -321,7 +480,6 @@ def test_a_killed_server_goes_on_at_the_next_round_to_the_same_weights():
 
 def test_newcomers_get_the_next_ids_and_members_that_are_back_keep_theirs():
     grid = make_nodes("shards", clients=4)
-    everyone = dict(grid.nodes)
     late = grid.nodes.pop(100)  # the first by name
 
     def arrive(message, answer):
@@ -337,7 +495,76 @@ def test_newcomers_get_the_next_ids_and_members_that_are_back_keep_theirs():
     lines = read_rounds(Path("flower"))
     assert [line["participants"] for line in lines] == [[0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3]]
     assert all(line["refused"] == {} for line in lines)
-    assert len(everyone) == 4
+
+
+def heard(grid, seen):
+    """The same grid; `seen` gets the Flower id of each node that trains."""
+    real = grid._answer
+
+    def answer(message):
+        if message.metadata.message_type == "train":
+            seen.append(message.metadata.dst_node_id)
+        return real(message)
+
+    grid._answer = answer
+
+
+def test_a_node_that_is_started_again_while_the_server_waits_is_one_node():
+    grid = make_nodes("shards")
+    last, again = grid.nodes.pop(102), dict(grid.nodes[101])
+    looks, seen = [], []
+
+    def online():
+        looks.append(0)
+        grid.nodes |= {201: again} if len(looks) == 2 else {102: last} if len(looks) == 4 else {}
+        return list(grid.nodes)  # the old id stays there: Flower has not noticed
+
+    grid.get_node_ids = online
+    heard(grid, seen)
+    on_flower(grid, **PLAIN, rounds=2)
+    assert seen == [100, 201, 102] * 2
+
+
+def test_a_node_with_a_new_state_folder_is_let_in_when_its_old_self_is_gone():
+    grid = make_nodes("shards")
+    seen = []
+
+    def restarts(message, answer):
+        if message.metadata.message_type == "train" and message.metadata.group_id == "0":
+            grid.nodes[201] = grid.nodes[101] | {"state": "fresh"}
+        if message.metadata.message_type == "train" and message.metadata.group_id == "1":
+            del grid.nodes[101]
+        return answer()
+
+    grid.behave["node-2"] = restarts
+    heard(grid, seen)
+    on_flower(grid, **PLAIN, rounds=3)
+    assert [node for node in seen if node in (101, 201)] == [101, 101, 201]
+
+
+def test_of_two_nodes_with_one_name_the_one_with_the_old_home_goes_on():
+    grid = make_nodes("shards")
+    seen = []
+    grid.behave["node-1"] = crashing
+    with pytest.raises(InputError, match="was tried 1 times"):
+        on_flower(grid, **PLAIN, rounds=1, min_updates=3, retries=0)
+    grid.behave = {}
+    grid.nodes = {50: grid.nodes[101] | {"state": "other"}} | grid.nodes
+    heard(grid, seen)
+    on_flower(grid, **PLAIN, rounds=1, min_updates=3, retries=0, resume=True)
+    assert seen == [100, 101, 102]
+
+
+def test_the_run_folder_is_looked_at_after_the_lock():
+    """Another server may have made it while this one waited."""
+    grid = make_nodes("shards")
+    given = {"preset": "tiny.toml", "data": "synthetic", "run_dir": "flower", "poll": 0.01, "rounds": 1, **PLAIN}
+    first, second = Server(grid, given), Server(grid, given | {"lr": 0.5, "resume": True})
+    on_flower(grid, **PLAIN, rounds=1)
+    with pytest.raises(InputError, match="exists already"):
+        first.run()
+    with pytest.raises(InputError, match="another configuration: lr"):
+        second.run()
 
 
 def test_two_nodes_with_one_name_are_refused():
@@ -383,6 +610,7 @@ def test_classes_are_found_by_their_names():
         ({"partners": "all"}, "images of other clients"),
         ({"clients": 0}, "how many nodes"),
         ({"min_updates": 4}, "more than the 3 clients"),
+        ({"min_updates": 2, "participation": 0.34}, "more than the 1 clients that participation = 0.34"),
         ({"round_timeout": 0.0}, "round_timeout = 0.0 is not allowed"),
         ({"rouns": 3}, "'rouns' is not known"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import re
 import shutil
 from html.parser import HTMLParser
@@ -19,14 +20,14 @@ from foogd.data.corrupt import CORRUPTIONS
 from foogd.documents import csv_report, latex_report, markdown_report
 from foogd.errors import InputError
 from foogd.evaluate import Row
-from foogd.figures import all_figures, save_figure
-from foogd.findings import findings, paper_grid
+from foogd.figures import all_figures, file_name, save_figure
+from foogd.findings import domain_means, findings, paper_grid
 from foogd.html import html_report
 from foogd.html.charts import Series, histogram, line_chart, roc_points, tick_text, ticks
 from foogd.html.markup import h, join, number
 from foogd.methods import method_names
 from foogd.projection import feature_map
-from foogd.published import departures, published
+from foogd.published import DOMAINS, departures, published
 from foogd.records import collect, find_runs, read_record
 from foogd.report import Cell, Measure, Report, latex_text, paper_detector
 from foogd.settings import read_preset, resolve
@@ -233,6 +234,130 @@ def test_an_unfinished_run_is_shown_and_named(tmp_path):
     assert any("half (4 of 10)" in one.text for one in findings(collection))
 
 
+def test_a_run_that_is_not_as_far_as_other_seeds_is_in_no_mean(tmp_path):
+    for seed, done in ((0, 10), (1, 10), (2, 4)):
+        make_run(tmp_path / f"s{seed}", seed=seed, rounds=10, eval_every=2, done=done, samples=False)
+    collection = collect(find_runs([tmp_path]))
+    assert [record.seed for record in collection.records] == [0, 1]
+    assert collection.scenes[0].report.seeds() == [0, 1]
+    assert collection.notes == ("s2 was left out: it is at round 4 of 10, and another run of it is at 10.",)
+    assert collection.notes[0] in findings(collection)[-1].text
+
+
+def test_what_is_not_finished_is_marked_and_neither_best_nor_compared(tmp_path):
+    for seed in (0, 1):
+        make_run(tmp_path / f"a{seed}", preset="cifar10", seed=seed, clients=10, done=10, good=0.1, samples=False)
+    make_run(tmp_path / "b", "fedrod", preset="cifar10", clients=10, samples=False)
+    collection = collect(find_runs([tmp_path]))
+    grid = paper_grid(collection.scenes[0])
+    half, whole = grid.lines
+    assert (half.method, half.marks) == ("fedavg", ("round 10 of 100",))
+    assert half.cells[0].mean > whole.cells[0].mean
+    assert not any(cell.best for cell in half.cells)
+    assert whole.cells[0].best
+    compared = sum(cell.published is not None for cell in whole.cells)
+    texts = [one.text for one in findings(collection) if one.title == "Against the paper"]
+    assert f" of {compared} numbers" in texts[0]
+    assert texts[1].startswith("1 lines")
+    assert "† fedavg: not finished: round 10 of 100." in Page(html_report(collection, maps=0)).words()
+    assert "fedavg†" in markdown_report(collection)
+
+
+def test_where_a_run_started_makes_no_table_of_its_own(tmp_path):
+    for seed in (0, 1, 2):
+        make_run(tmp_path / f"a{seed}", "fedavg+foogd", seed=seed, samples=False)
+        make_run(tmp_path / f"f{seed}", "fedavg+foogd", seed=seed, train_base=False, init=f"runs/{seed}", samples=False)
+    (scene,) = collect(find_runs([tmp_path])).scenes
+    assert scene.title == ""
+    assert [(group.label, len(group.records)) for group in scene.groups] == [
+        ("fedavg+foogd, train_base=false", 3),
+        ("fedavg+foogd, train_base=true", 3),
+    ]
+
+
+def test_a_warm_start_is_a_line_of_its_own(tmp_path):
+    for seed in (0, 1):
+        make_run(tmp_path / f"cold{seed}", seed=seed, samples=False)
+        make_run(tmp_path / f"warm{seed}", seed=seed, init=f"runs/{seed}", samples=False)
+    (scene,) = collect(find_runs([tmp_path])).scenes
+    assert {(group.label, len(group.records)) for group in scene.groups} == {
+        ("fedavg, init=none", 2),
+        ("fedavg, init=given", 2),
+    }
+
+
+def test_a_folder_from_before_a_setting_existed_has_its_default(tmp_path):
+    for seed, aggregation in ((0, "mean"), (1, "mean"), (2, "median")):
+        make_run(tmp_path / f"s{seed}", seed=seed, aggregation=aggregation, samples=False)
+    path = tmp_path / "s0" / "config.toml"
+    kept = [line for line in path.read_text().splitlines() if not line.startswith(("aggregation", "severities"))]
+    path.write_text("\n".join(kept) + "\n")
+    scenes = collect(find_runs([tmp_path])).scenes
+    assert [scene.title for scene in scenes] == ["aggregation = mean", "aggregation = median"]
+    assert [len(scene.groups[0].records) for scene in scenes] == [2, 1]
+
+
+def broken(folder, name, text):
+    (folder / name).write_text(text(folder.joinpath(name).read_text()) if callable(text) else text)
+
+
+DAMAGE = [
+    ("config.toml", lambda old: old.replace("seed = 0", 'seed = "x"'), "seed is 'x'; a whole number is needed"),
+    ("config.toml", lambda old: old.replace("alpha = ", "alpha = true #"), "alpha is True; a number is needed"),
+    ("config.toml", "method =", "is not TOML"),
+    ("environment.json", '{"versions": 3}', "versions is of the type int"),
+    ("partition.json", '{"counts": [[1, 2], [3]]}', "counts are not"),
+    ("partition.json", '{"counts": [[1, "2"], [3, 4]]}', "counts are not"),
+    ("partition.json", '{"counts": [[], []]}', "counts are not"),
+    ("partition.json", '{"training_images_in_tests": {"d": "many"}}', "not whole numbers"),
+    ("rounds.jsonl", lambda old: old.replace('"losses": {', '"losses": [], "x": {', 1), "damaged"),
+    ("rounds.jsonl", lambda old: old.replace('"seconds": 1.5', '"seconds": "1.5"', 1), "seconds is of the type str"),
+    ("rows.jsonl", "{}\n", "is not a row"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "sentence"), DAMAGE)
+def test_a_damaged_folder_is_one_sentence_and_leaves_the_others(tmp_path, name, text, sentence):
+    make_run(tmp_path / "whole", seed=1, rounds=2, samples=False)
+    broken(make_run(tmp_path / "torn", rounds=2, samples=False), name, text)
+    collection = collect(find_runs([tmp_path]))
+    assert [record.folder.name for record in collection.records] == ["whole"]
+    (note,) = collection.notes
+    assert note.startswith("torn was left out: ")
+    assert sentence in note
+    assert sentence in Page(html_report(collection, maps=0)).words()
+    with pytest.raises(InputError, match=re.escape(sentence)):
+        collect([tmp_path / "torn"])
+
+
+def test_damaged_answers_are_left_out_and_the_note_says_how_to_make_them_again(tmp_path):
+    for seed in (0, 1):
+        make_run(tmp_path / f"s{seed}", seed=seed, rounds=2)
+    path = tmp_path / "s0" / "samples.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    collection = collect(find_runs([tmp_path]))
+    assert [record.samples is None for record in collection.records] == [True, False]
+    assert collection.groups[0].answered.seed == 1
+    (note,) = collection.notes
+    assert note.startswith("The single answers of s0 were left out: ")
+    assert note.endswith(f"make it again: foogd evaluate {tmp_path / 's0'}.")
+    assert "foogd evaluate" in html_report(collection, maps=0)
+
+
+def test_places_without_runs_are_named_and_do_not_stop_a_report(tmp_path, monkeypatch):
+    run_folder = make_run(tmp_path / "a", samples=False)
+    (tmp_path / "toy").mkdir()
+    (tmp_path / "table.md").write_text("")
+    heard: list[str] = []
+    assert find_runs([run_folder, tmp_path / "toy", tmp_path / "table.md"], heard.append) == [run_folder]
+    assert [("holds no run" in heard[0]), ("is a file" in heard[1])] == [True, True]
+    with pytest.raises(InputError, match="is a file"):
+        find_runs([tmp_path / "table.md"])
+    (run_folder / "inside").mkdir()
+    monkeypatch.chdir(run_folder / "inside")
+    assert find_runs([Path("..")]) == [Path("..")]
+
+
 def test_what_is_no_run_is_named(tmp_path):
     with pytest.raises(InputError, match="does not exist"):
         find_runs([tmp_path / "nothing"])
@@ -334,6 +459,57 @@ def test_a_run_at_other_settings_is_marked(tmp_path):
     assert "† fedavg: not the published settings: clients 4 instead of 10; rounds 4 instead of 100." in text
 
 
+def test_the_dagger_stands_wherever_a_published_number_does(tmp_path):
+    make_run(tmp_path / "a", "fedrod+foogd", preset="cifar10", rounds=4, samples=False)
+    make_run(tmp_path / "b", "fedavg", preset="cifar10", rounds=4, samples=False)
+    text = html_report(collect(find_runs([tmp_path])), maps=0)
+    for key in ("detectors", "shift"):
+        section = text[text.index(f'id="{key}"') :]
+        section = section[: section.index("</section>")]
+        page = Page(f"<section {section}</section>")
+        with_paper = {cells[0] for cells in page.cells if any("paper " in cell for cell in cells[1:])}
+        heads = {cell for cell in page.cells[0] if "fed" in cell}
+        names = with_paper if key == "detectors" else heads
+        assert names
+        assert all(name.endswith("†") for name in names), (key, names)
+        assert "What † stands for" in page.words()
+
+
+def test_the_mean_over_the_domains_left_out_stands_beside_the_published_one(tmp_path):
+    domains = ("art_painting", "cartoon", "photo", "sketch")
+    for place, domain in enumerate(domains):
+        for seed in (0, 1) if domain != "photo" else (0,):
+            make_run(tmp_path / f"{domain}{seed}", preset="pacs", leave_out=domain, seed=seed, clients=3,
+                     good=0.05 * place, samples=False)  # fmt: skip
+    for folder in tmp_path.iterdir():
+        path = folder / "rows.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        shifted = {**rows[0], "round": rows[-1]["round"], "split": "in-c", "dataset": "left out", "value": 0.5}
+        shifted["value"] += 0.1 * domains.index(folder.name[:-1])
+        path.write_text(path.read_text() + json.dumps(shifted) + "\n")
+    collection = collect(find_runs([tmp_path]))
+    ((title, grid),) = domain_means(collection)
+    assert title == "mean over leave_out = art_painting, cartoon, photo, sketch"
+    (line,) = grid.lines
+    place = [column.title for column in grid.columns].index("ACC-IN-C")
+    assert line.cells[place].values == pytest.approx((0.65,))  # seed 1 has no photo
+    assert line.cells[place].published.mean == 71.52
+    assert not line.marks
+    for text in (Page(html_report(collection, maps=0)).words(), markdown_report(collection), csv_report(collection)):
+        assert title in text
+    assert "(71.5)" in latex_report(collection)
+    (_, fewer), = domain_means(collect([one for one in tmp_path.iterdir() if "sketch" not in one.name]))
+    assert not fewer.has_published
+
+
+def test_published_averages_are_those_of_the_domains():
+    for method in ("fedavg", "fedrod", "fedt3a", "fediir", "fedthe", "fedicon", "fedavg+foogd", "fedrod+foogd"):
+        settings = {**read_preset("pacs"), "method": method}
+        about = {"metric": "accuracy", "split": "in-c"}
+        own = [published({**settings, "leave_out": one}, **about).mean for one in sorted(DOMAINS)]
+        assert published({**settings, "leave_out": "all"}, **about).mean == pytest.approx(np.mean(own), abs=0.011)
+
+
 def test_made_up_data_has_no_published_number_and_says_so(tmp_path):
     make_run(tmp_path / "a", preset="cifar10", clients=10, samples=False, data_name="cifar10 (stand-in)")
     collection = collect(find_runs([tmp_path]))
@@ -364,6 +540,62 @@ def test_the_best_is_named_and_a_small_lead_is_called_level(demo, tmp_path):
     assert "level with" in _lead(ranking(close, Measure("accuracy", "in")))
     far = Report.of([*rows_of([0.70, 0.71], method="a"), *rows_of([0.90, 0.91], method="b")])
     assert _lead(ranking(far, Measure("accuracy", "in"))) == ", 20.0 points more than a"
+
+
+def test_several_tables_say_what_is_level_and_nothing_is_best_alone(tmp_path):
+    for alpha in (0.1, 0.5):
+        for seed in (0, 1, 2):
+            make_run(tmp_path / f"{alpha}-{seed}", seed=seed, alpha=alpha, samples=False, detectors=["msp"])
+    texts = " ".join(one.text for one in findings(collect(find_runs([tmp_path]))))
+    assert "fedavg classifies" in texts
+    assert "best on" not in texts
+    assert "best (AUROC)" not in texts
+    for seed in (0, 1, 2):
+        make_run(tmp_path / f"r{seed}", "fedrod", seed=seed, alpha=0.1, samples=False, detectors=["msp"])
+    text = next(one.text for one in findings(collect(find_runs([tmp_path]))) if one.title == "alpha = 0.1")
+    assert "within the deviation between seeds" in text
+    assert "best (AUROC)" in text
+
+
+def test_lines_with_fewer_seeds_say_so(tmp_path):
+    for seed in (0, 1, 2):
+        make_run(tmp_path / f"a{seed}", seed=seed, samples=False)
+    make_run(tmp_path / "r", "fedrod", samples=False)
+    collection = collect(find_runs([tmp_path]))
+    grid = paper_grid(collection.scenes[0])
+    assert "over 1 to 3 seeds" in grid.title
+    assert [grid.fewer_seeds(line) for line in grid.lines] == ["", "1 seed"]
+    assert "| fedrod (1 seed) |" in markdown_report(collection)
+    assert "fedrod (1 seed)" in latex_report(collection)
+    assert "fedrod (1 seed)" in Page(html_report(collection, maps=0)).words()
+    assert "Not every line is a mean over 3 seeds: fedrod has 1." in findings(collection)[-1].text
+
+
+def test_names_keep_their_letters_and_no_distance_is_negative(tmp_path):
+    folder = make_run(tmp_path / "a", names=["lsun_c"], samples=False)
+    texts = {one.title: one.text for one in findings(collect([folder]))}
+    assert "The OUT set lsun_c stays hard" in texts["Weak points"]
+    assert "points below its clean accuracy" in texts["Shifted images"]
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["value"] = 0.6 if (row["split"], row["metric"]) == ("in", "accuracy") else 0.65
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts = {one.title: one.text for one in findings(collect([folder]))}
+    assert "That is 5.0 points above its clean accuracy." in texts["Shifted images"]
+
+
+def test_a_mark_stands_for_one_client_of_one_seed(tmp_path):
+    from foogd.curves import client_accuracies
+
+    for seed in (0, 1):
+        make_run(tmp_path / f"a{seed}", seed=seed, rounds=2, samples=False)
+        make_run(tmp_path / f"d{seed}", seed=seed, rounds=2, partition="by_domain", samples=False)
+    apart, domains = (scene.groups[0] for scene in sorted(collect(find_runs([tmp_path])).scenes,
+                                                          key=lambda scene: "by_domain" in scene.title))  # fmt: skip
+    expected = [100 * row.value for r in apart.records for row in r.rows if (row.scope, row.split) == ("client", "in")]
+    assert client_accuracies(apart, "in") == pytest.approx(expected)
+    assert len(expected) == 8
+    assert len(client_accuracies(domains, "in")) == 4
 
 
 def test_distances_from_the_paper_are_counted_without_their_sign(paper):
@@ -423,8 +655,15 @@ def test_latex_is_a_table_of_booktabs(paper):
         spans = sum(int(count) - 1 for count in re.findall(r"multicolumn{(\d+)}", line))
         assert line.count(" & ") + 1 + spans == len(table), line
     assert r"\textbf{" in text
-    assert "(68.03)" in text
+    assert "(68.0)" in text
     assert r"lsun\_c" in text
+
+
+def test_latex_shows_what_the_best_is_decided_by():
+    rows = [*rows_of([0.80012], method="a"), *rows_of([0.79991], method="b"), *rows_of([0.5], method="c")]
+    text = Report.of(rows).grid([Measure("accuracy", "in")], lambda method, known: []).latex()
+    assert text.count(r"\textbf{80.0}") == 2
+    assert "50.0" in text
 
 
 def test_latex_text_is_harmless():
@@ -534,6 +773,13 @@ def test_figures_are_written_as_vector_and_picture(demo, tmp_path):
             save_figure(tmp_path / name, figure, "pdf")
             assert (tmp_path / f"{name}.pdf").read_bytes() == first
     assert names == ["training", "scores", "roc", "severity", "corruptions", "corruption-severity", "tsne"]
+
+
+def test_names_of_files_stay_short_and_apart():
+    first, second = (file_name("sites = " + "a very long word, " * 30 + end) for end in ("x", "y"))
+    assert first != second
+    assert max(len(first), len(second)) < 100
+    assert file_name("alpha = 0.1, data = a/b") == "alpha=0.1_data=a_b"
 
 
 def test_a_setting_at_several_values_gives_a_sensitivity_curve(tmp_path):

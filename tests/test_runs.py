@@ -107,10 +107,16 @@ def assert_same_run(one, other):
 # Kill and resume
 
 
+def listen():
+    """Tests that were started in the background ignore Ctrl-C, and what they start would too."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def start(*words):
     return subprocess.Popen(
-        [*COMMAND, *words], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
+        [*COMMAND, *words], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        preexec_fn=listen,
+    )  # fmt: skip
 
 
 def changed(path):
@@ -283,6 +289,24 @@ def test_an_evaluation_between_death_and_resume_does_not_hide_what_is_missing(mo
     finish(make("b", eval_every=0))
     rows = [row for row in read_rows(Path("a")) if row.detector != "ash"]
     assert sorted(map(str, rows)) == sorted(map(str, read_rows(Path("b"))))
+
+
+def test_one_process_at_a_time_trains_a_run_and_a_stopped_one_lets_go():
+    training = make("a").train()
+    next(training)
+    before = contents(Path("a"))
+    with pytest.raises(InputError, match="another process works on a: "):
+        finish(reopen("a"))
+    words = (*COMMAND[:-1], "fedavg+foogd", "--set", "rounds=3", "--out", "a", "--resume")
+    answer = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert answer.returncode == 2
+    assert "another process works on a" in answer.stderr
+    assert answer.stderr.count("\n") == 1
+    assert contents(Path("a")) == before
+    training.close()
+    finish(reopen("a"))
+    finish(make("b"))
+    assert_same_run("a", "b")
 
 
 # Checkpoints

@@ -1,5 +1,6 @@
 """Several runs at once: one that fails or is killed does not stop the others, and runs wait for their start."""
 
+import multiprocessing
 import os
 import signal
 from dataclasses import replace
@@ -30,6 +31,16 @@ def deadly(root):
 def unlucky(root):
     if os.environ.get("FOOGD_TEST_PARENT") != str(os.getpid()):
         raise MyError(1, 2)
+    return inside(root)
+
+def poison(root):
+    if os.environ.get("FOOGD_TEST_PARENT") != str(os.getpid()):
+        os.environ["FOOGD_TEST_POISONED"] = "1"
+        raise MyError(1, 2)
+    return inside(root)
+
+def wary(root):
+    assert "FOOGD_TEST_POISONED" not in os.environ
     return inside(root)
 
 class MyError(Exception):
@@ -73,6 +84,26 @@ def test_a_run_that_fails_and_one_that_is_killed_do_not_stop_the_others(make):
     rounds = [(event.folder.name, event.round) for event in events if isinstance(event, Progressed)]
     assert rounds == [("good", 1), ("good", 2), ("also", 1), ("also", 2)]
     assert all(Run.open(folder, read_run_config).is_finished() for folder in folders[2:])
+
+
+def test_a_process_in_which_a_run_failed_trains_no_other_run(make):
+    jobs = [Job(make("broken", "poison")), Job(make("next", "wary"))]
+    events = list(work(jobs, read_run_config, 1))
+    assert names(events, Failed) == ["broken"]
+    assert names(events, Finished) == ["next"]
+
+
+def test_a_process_that_dies_with_nothing_to_do_is_replaced(make):
+    events = []
+    for event in work([Job(make("first")), Job(make("second", seed=1))], read_run_config, 1):
+        events.append(event)
+        if isinstance(event, Finished) and event.folder.name == "first":
+            [process] = multiprocessing.active_children()
+            process.kill()
+            process.join()
+    assert names(events, Failed) == []
+    assert names(events, Finished) == ["first", "second"]
+    assert multiprocessing.active_children() == []
 
 
 def test_a_run_waits_for_the_one_that_it_starts_from(make, tmp_path):

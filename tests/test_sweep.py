@@ -123,12 +123,14 @@ def test_overrides_change_every_run_or_replace_a_list():
 
 def test_scales_cut_seeds_and_alphas_but_not_what_the_sweep_is_about():
     content = read_sweep("lambda-m")
-    for scale, count in (("full", 30), ("small", 10), ("tiny", 5)):
+    for scale, count in (("full", 30), ("small", 10), ("tiny", 3)):
         assert len(plan("lambda-m", content, scale).points) == count
     tiny = plan("lambda-m", content, "tiny")
     config, _ = tiny.resolved(tiny.points[0], Path())
-    assert (config.rounds, config.clients, config.backbone) == (2, 3, "cnn")
-    assert [point.settings["lambda_m"] for point in tiny.points] == [0.1, 0.2, 0.5, 0.8, 1.0]
+    assert (config.rounds, config.clients, config.backbone) == (1, 3, "cnn")
+    assert [point.settings["lambda_m"] for point in tiny.points] == [0.1, 0.5, 1.0]  # its own list
+    small = plan("lambda-m", content, "small")
+    assert {point.settings["lambda_m"] for point in small.points} == {0.1, 0.2, 0.5, 0.8, 1.0}
     assert plan("lambda-m", content, "tiny", {"clients": 7, "rounds": 1}).base["clients"] == 7
 
 
@@ -234,6 +236,28 @@ def test_a_run_that_fails_is_named_at_the_end_with_exit_code_1_and_the_others_ar
     assert "failed: fedavg: " in printed
 
 
+def test_another_spelling_of_the_folder_is_the_same_sweep_and_another_setting_stops_before_the_tables(foogd, here):
+    words = ("sweep", "sweep.toml", "--workers", "1", "--set", "alpha=0.5", "--set", "seed=0")
+    assert foogd(*words, "--out", "o")[0] == 0
+    before = Path("o/table.md").read_text()
+    assert "| fixed | MSP |" in before
+    for spelling in (here / "o", "../" + here.name + "/o"):
+        code, printed, _ = foogd(*words, "--out", spelling)
+        assert code == 0
+        assert "are left" not in printed
+    # A folder of an earlier version names the run that it starts from by the path that was given.
+    config = Path("o/runs/fixed-alpha=0.5-seed=0/config.toml")
+    config.write_text(config.read_text().replace(f'"{here}/o/runs', '"o/runs'))
+    assert 'init = "o/runs/plain' in config.read_text()
+    assert foogd(*words, "--out", "o")[0] == 0
+    assert Path("o/table.md").read_text() == before
+    code, _, complaint = foogd(*words, "--out", "o", "--set", "rounds=3")
+    assert code == 2
+    assert complaint.count("\n") == 1
+    assert "rounds is 2 there and 3 here" in complaint
+    assert Path("o/table.md").read_text() == before
+
+
 def test_the_plan_and_the_list(foogd):
     code, printed, _ = foogd("sweep", "sweep.toml", "--plan", "--out", "o")
     assert code == 0
@@ -260,7 +284,7 @@ def test_small_scales_take_samples_of_what_is_there_and_stand_ins_of_what_is_not
     federation = make_federation(config)
     assert federation.name.startswith("fashion (sample of ")
     outs = [test.name for test in federation.tests if test.split == "out"]
-    assert outs == ["digits (sample of 60)", "svhn (stand-in)"]
+    assert outs == [f"digits (sample of {SCALES['tiny'].out})", "svhn (stand-in)"]
     assert abs(len(federation.train) - SCALES["tiny"].train) < 10
     # Real data are never made up at another scale.
     with pytest.raises(InputError, match="svhn is neither"):
@@ -268,6 +292,19 @@ def test_small_scales_take_samples_of_what_is_there_and_stand_ins_of_what_is_not
     full = plan("other", read_sweep("other.toml"))
     assert with_its_data(full, Path("q")) is full
     assert full.warnings == []
+
+
+def test_a_sample_is_taken_again_only_for_the_same_folder_of_data(here):
+    content = {"base": "preset.toml", "set": {"clients": 2}}
+    first = with_its_data(plan("x", content, "tiny", {"data_root": str(here / "one")}), Path("o"))
+    stamp = Path("o/data/mine.py_inside.npz").stat().st_mtime_ns
+    assert with_its_data(plan("x", content, "tiny", {"data_root": "one"}), Path("o")).points == first.points
+    assert Path("o/data/mine.py_inside.npz").stat().st_mtime_ns == stamp
+    with pytest.raises(InputError, match=r"is a sample of data in .*one, and data_root is .*two now"):
+        with_its_data(plan("x", content, "tiny", {"data_root": "two"}), Path("o"))
+    # Embedded data are the same everywhere.
+    for root in ("one", "two"):
+        with_its_data(plan("y", {"base": "demo"}, "tiny", {"data_root": root}), Path("p"))
 
 
 def test_the_warnings_stand_above_the_tables():
@@ -302,6 +339,9 @@ def test_tables_keep_sections_and_lines_apart(tmp_path):
     assert tables[4].rows[0] == ("fedavg, batch_size=32", "0.5 ± 0.7", "4.5 ± 0.7", "2.5 ± 0.7")
     without = sweep_tables(found, tmp_path, [point.name for point in found.points if point.settings["seed"] == 1])
     assert without[0].rows[0][2] == "0.0"
+    # Seed 0 of one section has no partner in seed 1 of the other.
+    lost = [p.name for p in found.points if p.settings["seed"] == (p.settings["alpha"] == 0.1)]
+    assert sweep_tables(found, tmp_path, lost)[-2].rows[0] == ("fedavg, batch_size=32", "0.0", "5.0", "–")
 
 
 # The paper's experiments

@@ -23,10 +23,12 @@ from foogd.toy import (
     floor,
     fresh_net,
     generate,
+    lambda_figure,
     lambda_toy,
     mean_score,
     outcome,
     outcomes_table,
+    save_figure,
 )
 
 SMALL = Training(steps=150, batch=64, width=32, chain=5)
@@ -143,6 +145,18 @@ def test_the_table_has_the_limits_below_the_numbers():
     table = outcomes_table("t", found, TARGET, SMALL, 0)
     assert [row[0] for row in table.rows] == ["lambda_m = 0.5", "true score", "fresh points of the target"]
     assert table.rows[1][2] == "0.000"
+
+
+def test_the_same_figure_gives_the_same_bytes_whenever_it_is_written(tmp_path, monkeypatch):
+    data, found = lambda_toy((0.5,), how=Training(steps=1, batch=8, width=8, chain=1))
+    contents = []
+    for moment in ("0", "1000000000"):
+        monkeypatch.setenv("SOURCE_DATE_EPOCH", moment)  # what matplotlib takes for now
+        files = save_figure(lambda_figure(data, found, TARGET), tmp_path / moment / "toy")
+        assert [path.suffix for path in files] == [".pdf", ".svg", ".png"]
+        assert {path.name for path in files} == {path.name for path in (tmp_path / moment).iterdir()}  # no drafts
+        contents.append([path.read_bytes() for path in files])
+    assert contents[0] == contents[1]
 
 
 def test_the_command_writes_figures_and_tables(tmp_path, monkeypatch, capsys):

@@ -85,7 +85,7 @@ class Crash:
     """Fails in the way that is asked for."""
 
     def __init__(self, where):
-        self.where, self.calls = where, 0
+        self.where, self.calls, self.closed = where, 0, 0
 
     def __call__(self, run):
         if self.where == "start":
@@ -98,7 +98,8 @@ class Crash:
             raise RuntimeError("lost\nthe line")
 
     def close(self):
-        if self.where == "close":
+        self.closed += 1
+        if self.where in ("close", "round 2"):
             raise SystemError("cannot stop")
 
 
@@ -112,6 +113,7 @@ def test_a_crash_of_a_tracker_never_stops_training(run, monkeypatch, capsys, whe
     assert warning.count("\n") == 1
     assert "warning: mine failed" in warning
     assert crash.calls == {"start": 0, "round 1": 1, "round 2": 2, "close": 3}[where]
+    assert crash.closed == (where != "start")  # a failed one too, so that it does not live on in the process
 
 
 def test_an_error_of_the_run_is_still_an_error_and_the_tracker_is_closed(run, monkeypatch):
@@ -196,6 +198,7 @@ def test_wandb_is_offline_unless_the_environment_says_otherwise(run, fake_wandb,
     list(tracked(run, "wandb"))
     assert fake_wandb.init["mode"] == "offline"
     assert fake_wandb.init["dir"] == str(run.folder)
+    assert fake_wandb.init["reinit"] == "finish_previous"
     assert fake_wandb.init["config"]["alpha"] == run.config.alpha
     assert [step for step, _ in fake_wandb.logged] == [1, 2, 3]
     assert fake_wandb.finished

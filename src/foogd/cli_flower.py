@@ -16,6 +16,7 @@ from .errors import InputError
 from .flower.options import Options, read_options
 from .flower.processes import (
     become,
+    check_certificates,
     check_security,
     environment,
     flwr,
@@ -24,6 +25,7 @@ from .flower.processes import (
     require_flower,
     superlink_command,
     supernode_command,
+    wait_for_server,
 )
 from .settings import parse_assignments, read_preset, resolve
 
@@ -131,6 +133,8 @@ def serve(
     """Start the server (a SuperLink) and wait for runs. Example: foogd flower serve --insecure"""
     require_flower()
     check_security(address, insecure=insecure, certificate=None if certs is None else certs / "server.crt")
+    if certs is not None:
+        check_certificates(certs)
     if known_nodes and certs is None:
         raise InputError("--known-nodes needs TLS: give --certs DIR")
     state.mkdir(parents=True, exist_ok=True)
@@ -187,6 +191,7 @@ def submit(
     preset = str(given.pop("preset", ""))
     # Flower lets nobody change a setting that the app does not name: one text holds all, and the preset too.
     text = json.dumps({"preset": read_preset(preset) if preset else {}, "given": given}).replace("'", "\\u0027")
+    wait_for_server(address)
     words = ["run", str(app), "foogd", "--stream", "--run-config", f"settings='{text}'"]
     number = follow(words, address, ca)
     done = flwr(["ls", "foogd", "--run-id", number, "--format", "json"], address, ca, capture_output=True)
@@ -258,6 +263,8 @@ def register(
     for path in public:
         if not path.is_file():
             raise InputError(f"{path} is not a file: make keys with foogd flower keys")
+    wait_for_server(address)
+    for path in public:
         done = flwr(["supernode", "register", str(path), "foogd"], address, ca, capture_output=True)
         if done.returncode:
             words = re.sub(r"\x1b\[[0-9;]*m", "", done.stderr + done.stdout)

@@ -41,7 +41,7 @@ def report(
     if chosen is None:
         raise InputError(f"--out {str(out)!r} does not say a format: end it in {', '.join(FORMATS)}, or give --format")
     most = whole_number("--maps", maps, 0)
-    collection = collect(find_runs(runs))
+    collection = collect(find_runs(runs, say))
     if chosen == "html":
         from .html import html_report
 
@@ -66,7 +66,7 @@ def figures(
     from .figures import all_figures, save_figure
 
     count = 0
-    collection = collect(find_runs(runs))
+    collection = collect(find_runs(runs, say))
     for name, figure in all_figures(collection, maps=whole_number("--maps", maps, 0), tell=say):
         save_figure(out / name, figure, vector)
         count += 1

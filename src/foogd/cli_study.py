@@ -73,11 +73,13 @@ def sweep(
         for point in this.points:
             say(f"{point.name}" + (f", after {point.start}" if point.start else ""))
         return
-    # Whatever is wrong with a setting is said before anything is made.
-    found = {folder / RUNS / point.name: this.resolved(point, folder) for point in this.points}
-    asked, this = this, with_data(this, folder, [config for config, _ in found.values()])
+    # Whatever is wrong with a setting is said before anything is made. Runs name each other and their data by full
+    # paths, so that the same sweep is found again from anywhere.
+    place = folder.resolve()
+    found = {place / RUNS / point.name: this.resolved(point, place) for point in this.points}
+    asked, this = this, with_data(this, place, [config for config, _ in found.values()])
     if this is not asked:
-        found = {folder / RUNS / point.name: this.resolved(point, folder) for point in this.points}
+        found = {place / RUNS / point.name: this.resolved(point, place) for point in this.points}
     for sentence in this.warnings:
         console.print(escape(sentence), style="bold red", highlight=False)
     for config in {(c.data, c.out, c.data_root): c for c, _ in found.values()}.values():
@@ -176,15 +178,19 @@ def train_sweep(
 ) -> dict[str, str]:
     """Train what is left; the runs that failed, with the reason."""
     left, failures = [], {}
+    runs = folder.resolve() / RUNS
     for point in this.points:
-        place = folder / RUNS / point.name
+        place = runs / point.name
         try:
-            if place.exists() and open_or_create(place, *found[place]).is_finished():
-                continue
+            run = Run.open(place, read_run_config) if place.exists() else None
+            done = run is not None and run.is_finished()
         except InputError as error:  # one damaged folder does not stop the others
             failures[point.name] = str(error)
             continue
-        left.append(Job(place, None if point.start is None else folder / RUNS / point.start))
+        if run is not None:
+            run.same_as(*found[place])  # else another sweep was asked for: the runs and tables here stay as they are
+        if not done:
+            left.append(Job(place, None if point.start is None else runs / point.start))
     for job in left:
         if job.after is not None and job.after.name in failures:
             failures[job.folder.name] = f"it starts from {job.after.name}, which failed"

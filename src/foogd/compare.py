@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 
+from .config import Config
 from .engine.rng import derive_seed
 from .errors import InputError
 from .report import Table, detector_name
@@ -141,7 +142,10 @@ def _settings(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         raise InputError(f"{folder} is not a run folder: it has no {CONFIG}")
-    return parse_toml(path.read_bytes(), str(path))
+    # A folder from before a setting existed was made with its default.
+    defaults = {item.name: item.default for item in fields(Config)}
+    shown = {key: list(value) if isinstance(value, tuple) else value for key, value in defaults.items()}
+    return shown | parse_toml(path.read_bytes(), str(path))
 
 
 def _samples(folder: Path) -> Samples:

@@ -92,12 +92,15 @@ def corruption_values(scene: Scene, method: str, shift: str, severity: int | Non
 
 
 def client_accuracies(group: Group, split: str) -> list[float]:
-    """Accuracy of each client in %, the mean over seeds and test sets."""
-    found: dict[int, list[float]] = {}
+    """Accuracy of each client in %, the mean over test sets: one value for each client and seed.
+
+    Where clients are domains, a client is the same one in every seed, and its value is the mean over seeds.
+    """
+    found: dict[tuple[int, int], list[float]] = {}
     for record in group.records:
         for row in record.rows:
             if (row.scope, row.split, row.metric) == ("client", split, "accuracy") and row.client is not None:
-                found.setdefault(row.client, []).append(row.value)
+                found.setdefault((0 if group.clients_stay else record.seed, row.client), []).append(row.value)
     return [100 * statistics.fmean(values) for _, values in sorted(found.items())]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import math
 import re
@@ -31,6 +32,7 @@ STYLE: dict[Any, Any] = {
     "axes.axisbelow": True, "grid.color": "#e4e4e4", "grid.linewidth": 0.6, "lines.linewidth": 1.4,
     "lines.markersize": 4.5, "legend.frameon": False, "svg.hashsalt": "foogd", "pdf.fonttype": 42,
 }  # fmt: skip
+LONGEST = 80  # letters of a setting in the name of a file
 WIDE = 3  # panels side by side
 
 
@@ -118,8 +120,11 @@ def all_figures(
 
 
 def file_name(text: str) -> str:
-    """Words that are safe in the name of a file."""
-    return re.sub(r"[^A-Za-z0-9.+=-]+", "_", text.replace(" = ", "=")).strip("_")
+    """Words that are safe in the name of a file; long ones are cut, and stay apart by a few letters of their own."""
+    name = re.sub(r"[^A-Za-z0-9.+=-]+", "_", text.replace(" = ", "=")).strip("_")
+    if len(name) <= LONGEST:
+        return name
+    return f"{name[:LONGEST]}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
 
 def _panels(count: int, size: tuple[float, float] = (2.5, 2.1)) -> tuple[Figure, list[Axes]]:

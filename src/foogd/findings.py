@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from .published import departures
+from .published import DOMAINS, departures
 from .records import Collection, Scene, shown
 from .report import Cell, Grid, Measure, Report, detector_name, paper_detector
 
@@ -51,21 +51,21 @@ def _short(scene: Scene) -> Iterator[Finding]:
     """One finding a table, for reports with several."""
     report = scene.report
     clean, shifted = (ranking(report, Measure("accuracy", split)) for split in ("in", "in-c"))
-    parts = []
-    if clean and shifted and clean[0].method == shifted[0].method:
-        parts.append(
-            f"{clean[0].who} is best on clean images ({clean[0].cell.text()} %) and on shifted ones "
-            f"({shifted[0].cell.text()} %)"
-        )
-    else:
-        for words, ranked in (("clean", clean), ("shifted", shifted)):
-            parts += [f"{ranked[0].who} is best on {words} images ({ranked[0].cell.text()} %)"] if ranked else []
+    parts = [
+        f"{ranked[0].who} classifies {ranked[0].cell.text()} % of the {words} images{_lead(ranked)}"
+        for words, ranked in (("clean", clean), ("shifted", shifted))
+        if ranked
+    ]
     winners: dict[str, list[str]] = {}
+    alone = True
     for name in report.out_sets():
         ranked = ranking(report, Measure("auroc", "out", name, detected=True))
         if ranked:
-            winners.setdefault(ranked[0].who, []).append(f"{name} ({ranked[0].cell.mean:.1f})")
-    parts += [f"{who} finds {_listed(sets)} best (AUROC)" for who, sets in winners.items()]
+            alone = alone and len(ranked) == 1
+            level = f", level with {ranked[1].who}" if _is_level(ranked) else ""
+            winners.setdefault(ranked[0].who, []).append(f"{name} ({ranked[0].cell.mean:.1f}{level})")
+    best = "" if alone else " best"
+    parts += [f"{who} finds {_listed(sets)}{best} (AUROC)" for who, sets in winners.items()]
     sentences = ["; ".join(parts) + "."] if parts else []
     sentences += [one.text for one in _price(report)]
     if sentences:
@@ -87,7 +87,9 @@ def _long(scene: Scene) -> Iterator[Finding]:
         text = f"{best.who} keeps {best.cell.text()} % on corrupted or shifted images{_lead(shifted)}."
         own = next((entry for entry in clean if entry.method == best.method), None)
         if own is not None:
-            text += f" That is {own.cell.mean - best.cell.mean:.1f} points below its clean accuracy."
+            lost = own.cell.mean - best.cell.mean
+            where = f"{abs(lost):.1f} points {'below' if lost > 0 else 'above'}" if abs(lost) >= 0.05 else "the same as"
+            text += f" That is {where} its clean accuracy."
         yield Finding("Shifted images", text)
     for name in report.out_sets():
         ranked = ranking(report, Measure("auroc", "out", name, detected=True))
@@ -96,9 +98,10 @@ def _long(scene: Scene) -> Iterator[Finding]:
         best = ranked[0]
         fpr = report.values(method=best.method, metric="fpr95", split="out", detector=best.detector, dataset=name)
         # The best of many, chosen by the test images themselves: the number of candidates belongs to it.
-        text = f"of {len(ranked)} pairs of method and detector, " if len(ranked) > 1 else ""
-        text += f"{best.who} separates them best: AUROC {best.cell.text()}"
-        text = text[0].upper() + text[1:] if len(ranked) > 1 else text
+        text = f"{best.who} separates them: AUROC {best.cell.text()}"
+        if len(ranked) > 1:
+            text = f"Of {len(ranked)} pairs of method and detector, {best.who} separates them best: AUROC "
+            text += best.cell.text() + (f", level with {ranked[1].who}" if _is_level(ranked) else "")
         if fpr:
             text += f", and {Cell(tuple(fpr)).text()} % of them pass where 95 % of IN do"
         reported = _of_the_paper(ranked)
@@ -128,11 +131,19 @@ def _lead(ranked: list[Entry]) -> str:
     if len(ranked) < 2:
         return ""
     first, second = ranked[:2]
-    lead = abs(first.cell.mean - second.cell.mean)
-    spread = math.hypot(first.cell.deviation or 0.0, second.cell.deviation or 0.0)
-    if first.cell.deviation is not None and lead <= spread:
+    if _is_level(ranked):
         return f", level with {second.who} ({second.cell.text()} %) within the deviation between seeds"
-    return f", {lead:.1f} points more than {second.who}"
+    lead = f"{abs(first.cell.mean - second.cell.mean):.1f}"
+    return f", as much as {second.who}" if float(lead) == 0 else f", {lead} points more than {second.who}"
+
+
+def _is_level(ranked: list[Entry]) -> bool:
+    """Whether the first is no further ahead of the second than seeds are apart."""
+    if len(ranked) < 2:
+        return False
+    first, second = (entry.cell for entry in ranked[:2])
+    spread = math.hypot(first.deviation or 0.0, second.deviation or 0.0)
+    return spread > 0 and abs(first.mean - second.mean) <= spread
 
 
 def _price(report: Report) -> Iterator[Finding]:
@@ -161,7 +172,7 @@ def _weak(collection: Collection) -> Iterator[Finding]:
             pairs += ranked
             if ranked:
                 top = ranked[0].cell.mean
-                hardest.append((top, f"{name} stays hard to detect: the best AUROC is {top:.1f}{place}."))
+                hardest.append((top, f"The OUT set {name} stays hard to detect: the best AUROC is {top:.1f}{place}."))
         costs += _costs(scene, place)
         gaps += _gaps(scene, place)
     parts = [min(hardest)[1]] if hardest and min(hardest)[0] < HARD else []
@@ -169,11 +180,11 @@ def _weak(collection: Collection) -> Iterator[Finding]:
     if under:
         kinds = list(dict.fromkeys(detector_name(entry.detector) for entry in under))
         names = ", ".join(kinds[:4]) + (" and others" if len(kinds) > 4 else "")
-        parts.append(f"in {len(under)} of {len(pairs)} cases a detector ranks OUT worse than chance ({names}).")
+        parts.append(f"In {len(under)} of {len(pairs)} cases a detector ranks OUT worse than chance ({names}).")
     parts += [min(costs)[1]] if costs else []
     parts += [max(gaps)[1]] if gaps and max(gaps)[0] > 0.1 else []
     if parts:
-        yield Finding("Weak points", " ".join(part[0].upper() + part[1:] for part in parts), "weak")
+        yield Finding("Weak points", " ".join(parts), "weak")
 
 
 def _costs(scene: Scene, place: str) -> list[tuple[float, str]]:
@@ -189,7 +200,7 @@ def _costs(scene: Scene, place: str) -> list[tuple[float, str]]:
         return []
     kind, values = min(by_kind.items(), key=lambda item: statistics.fmean(item[1]))
     mean = 100 * statistics.fmean(values)
-    return [(mean, f"{spoken(kind)} costs {best} most: {mean:.1f} % accuracy{place}.")]
+    return [(mean, f"Of the shifts, {spoken(kind)} costs {best} most: {mean:.1f} % accuracy{place}.")]
 
 
 def _gaps(scene: Scene, place: str) -> list[tuple[float, str]]:
@@ -205,7 +216,7 @@ def _gaps(scene: Scene, place: str) -> list[tuple[float, str]]:
             if len(own) > 1:
                 low, high = min(own, key=lambda c: own[c]), max(own, key=lambda c: own[c])
                 text = (
-                    f"clients differ: with {group.label}, seed {record.seed}{place}, client {low} has "
+                    f"Clients differ: with {group.label}, seed {record.seed}{place}, client {low} has "
                     f"{100 * own[low]:.0f} % on its clean images and client {high} {100 * own[high]:.0f} %."
                 )
                 found.append((own[high] - own[low], text))
@@ -236,26 +247,74 @@ def _against_the_paper(collection: Collection) -> Iterator[Finding]:
         )
         yield Finding("Against the paper", text)
     if departing:
-        text = f"{departing} lines with published numbers were run at other settings (†): their differences say little."
+        text = (
+            f"{departing} lines with published numbers have other settings or are not finished (†): their differences "
+            "say little."
+        )
         yield Finding("Against the paper", text, "note")
+
+
+def scene_grid(
+    scene: Scene, columns: Sequence[Measure], chosen: Callable[[str, Sequence[str]], Sequence[str]]
+) -> Grid:
+    """Numbers of a scene beside the published ones, with marks where these are not to be compared."""
+    return scene.report.grid(
+        columns,
+        chosen,
+        settings={group.label: {} if group.stand_in else group.settings for group in scene.groups},
+        departs={group.label: departures(group.settings) for group in scene.groups},
+        unfinished={group.label: group.unfinished for group in scene.groups},
+    )
+
+
+def _usual(method: str, known: Sequence[str]) -> list[str]:
+    name = paper_detector(method, known)
+    return [name] if name else []
 
 
 def paper_grid(scene: Scene) -> Grid:
     """The results in the paper's layout: every method with the detector that the paper uses for it."""
-    return scene.report.grid(
-        scene.report.paper_columns(),
-        lambda method, known: [name for name in [paper_detector(method, known)] if name],
-        settings={group.label: {} if group.stand_in else group.settings for group in scene.groups},
-        departs={group.label: departures(group.settings) for group in scene.groups},
-    )
+    return scene_grid(scene, scene.report.paper_columns(), _usual)
+
+
+def domain_means(collection: Collection) -> list[tuple[str, Grid]]:
+    """Title and means over the domains left out, where runs differ in `leave_out`; of seeds that have every domain."""
+    alike: dict[str, list[Scene]] = {}
+    for scene in collection.scenes:
+        if dict(scene.setting).get("leave_out"):
+            alike.setdefault(repr([pair for pair in scene.setting if pair[0] != "leave_out"]), []).append(scene)
+    found = []
+    for scenes in alike.values():
+        domains = [str(dict(scene.setting)["leave_out"]) for scene in scenes]
+        merged = _in_every(scenes)
+        if len(scenes) < 2 or not merged.rows:
+            continue
+        groups = [group for scene in scenes for group in scene.groups]
+        # Averages are printed over all domains; over fewer there is nothing to compare with.
+        over = {"leave_out": "all" if set(domains) == DOMAINS else "some"}
+        grid = merged.grid(
+            merged.paper_columns(),
+            _usual,
+            settings={g.label: {} if g.stand_in else {**g.settings, **over} for g in groups},
+            departs={g.label: departures(g.settings) for g in groups},
+            unfinished={g.label: g.unfinished for g in sorted(groups, key=lambda group: bool(group.unfinished))},
+        )
+        rest = [f"{key} = {shown(value)}" for key, value in scenes[0].setting if key != "leave_out"]
+        found.append((", ".join([*rest, f"mean over leave_out = {', '.join(domains)}"]), grid))
+    return found
+
+
+def _in_every(scenes: Sequence[Scene]) -> Report:
+    """The rows of the methods and seeds that every scene has: their mean is the mean over scenes."""
+    had = [{(group.label, record.seed) for group in scene.groups for record in group.records} for scene in scenes]
+    common = set.intersection(*had)
+    return Report.of(row for scene in scenes for row in scene.report.rows if (row.method, row.seed) in common)
 
 
 def joint_grid(scene: Scene) -> Grid | None:
     """The joint view with the paper's detectors; None where it was not measured."""
     columns = scene.report.joint_columns()
-    if not columns:
-        return None
-    return scene.report.grid(columns, lambda method, known: [name for name in [paper_detector(method, known)] if name])
+    return scene_grid(scene, columns, _usual) if columns else None
 
 
 def _cautions(collection: Collection) -> Iterator[Finding]:
@@ -263,6 +322,8 @@ def _cautions(collection: Collection) -> Iterator[Finding]:
     parts = []
     if all(len(group.records) == 1 for group in collection.groups):
         parts.append("Each method ran with one seed: small differences may be chance.")
+    else:
+        parts += _fewer_seeds(collection)
     made_up = list(dict.fromkeys(record.stand_in for record in records if record.stand_in))
     if made_up:
         parts.insert(0, f"NOT REAL DATA: the images of {', '.join(made_up)} are made up.")
@@ -286,6 +347,19 @@ def _cautions(collection: Collection) -> Iterator[Finding]:
     parts += collection.notes
     if parts:
         yield Finding("To keep in mind", " ".join(parts), "note")
+
+
+def _fewer_seeds(collection: Collection) -> list[str]:
+    """Which lines have fewer seeds than others."""
+    counts = {
+        f"{group.label} ({scene.title})" if scene.title else group.label: len(group.records)
+        for scene in collection.scenes
+        for group in scene.groups
+    }
+    most = max(counts.values())
+    fewer = [f"{name} has {count}" for name, count in counts.items() if count < most]
+    more = f" and {len(fewer) - 3} more have fewer" if len(fewer) > 3 else ""
+    return [f"Not every line is a mean over {most} seeds: {', '.join(fewer[:3])}{more}."] if fewer else []
 
 
 def headline(collection: Collection) -> str:

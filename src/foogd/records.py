@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,16 +13,22 @@ from .data.standins import SUFFIX
 from .errors import InputError
 from .evaluate import Row
 from .report import Report
-from .runs import CONFIG, ENVIRONMENT, PARTITION, read_json, read_rounds, read_rows
+from .runs import CONFIG, ENVIRONMENT, PARTITION, ROUNDS, read_json, read_rounds, read_rows
 from .samples import Samples, read_samples
 from .settings import parse_toml
 
 Settings = tuple[tuple[str, Any], ...]
+_LEAKS = "training_images_in_tests"
+_ROUND = {
+    "seconds": int | float, "losses": dict, "participants": list, "refused": dict | list, "bytes_up": int,
+    "bytes_down": int, "drift": dict,
+}  # fmt: skip
 
-# Settings that differ without making another experiment.
+# Settings that differ without making another experiment. `init` is another path for every seed: see `collect`.
 _SAME = WHERE | {
     "method",
     "seed",
+    "init",
     "data_root",
     "detectors",
     "eval_every",
@@ -31,7 +37,10 @@ _SAME = WHERE | {
     "threads",
     "on_bad",
 }
-_CONFIG = frozenset(item.name for item in fields(Config))
+# A folder from before a setting existed was made with its default.
+_DEFAULTS = {
+    item.name: list(item.default) if isinstance(item.default, tuple) else item.default for item in fields(Config)
+}
 
 
 @final
@@ -48,6 +57,7 @@ class Record:
     rounds: Sequence[Mapping[str, Any]]
     rows: tuple[Row, ...]
     partition: Mapping[str, Any]
+    answers: bool = True  # whether its single answers can be read, where it has any
 
     @property
     def method(self) -> str:
@@ -74,7 +84,7 @@ class Record:
 
     @cached_property
     def samples(self) -> Samples | None:
-        return read_samples(self.folder)
+        return read_samples(self.folder) if self.answers else None
 
 
 @final
@@ -95,6 +105,17 @@ class Group:
     @property
     def settings(self) -> Mapping[str, Any]:
         return self.records[0].settings
+
+    @property
+    def clients_stay(self) -> bool:
+        """Whether a client is the same one in every seed: it is where clients are domains."""
+        return bool(self.settings["partition"] == "by_domain")
+
+    @property
+    def unfinished(self) -> str:
+        """How far the runs are where they are not finished; else empty."""
+        first = self.records[0]
+        return "" if first.finished else f"round {first.last_round} of {first.settings['rounds']}"
 
     @property
     def stand_in(self) -> bool:
@@ -154,25 +175,42 @@ class Collection:
         return [record for group in self.groups for record in group.records]
 
 
-def find_runs(places: Iterable[Path]) -> list[Path]:
-    """Run folders themselves, and those below folders that are none."""
+def find_runs(places: Iterable[Path], tell: Callable[[str], None] = lambda text: None) -> list[Path]:
+    """Run folders themselves, and those below folders that are none; `tell` hears which places hold no run."""
     found: dict[Path, None] = {}
+    empty = []
     for place in places:
+        if not place.exists():
+            raise InputError(f"{place} is not a run folder: it does not exist")
         if not place.is_dir():
-            raise InputError(f"{place} is not a run folder: it {'is a file' if place.exists() else 'does not exist'}")
+            empty.append(f"{place} is not a run folder: it is a file")
+            continue
         inside = [place] if (place / CONFIG).is_file() else sorted(path.parent for path in place.rglob(CONFIG))
+        inside = [path for path in inside if not path.resolve().name.startswith(".")]
+        found.update(dict.fromkeys(inside))
         if not inside:
-            raise InputError(f"{place} holds no run: there is no {CONFIG} in it or below it")
-        found.update(dict.fromkeys(path for path in inside if not path.name.startswith(".")))
+            empty.append(f"{place} holds no run: there is no {CONFIG} in it or below it")
+    if empty and not found:
+        raise InputError(empty[0])
+    for sentence in empty:
+        tell(f"{sentence}.")
     return list(found)
 
 
 def read_record(folder: Path) -> Record:
     """What a run folder holds; the code of methods and data that it names is not needed."""
-    settings = parse_toml((folder / CONFIG).read_bytes(), str(folder / CONFIG))
-    missing = [key for key in ("method", "seed", "rounds", "data") if key not in settings]
+    path = folder / CONFIG
+    try:
+        written = parse_toml(path.read_bytes(), str(path))
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
+    missing = [key for key in ("method", "seed", "rounds", "data") if key not in written]
     if missing:
-        raise InputError(f"{folder / CONFIG} is half-written: it has no {', '.join(missing)}")
+        raise InputError(f"{path} is half-written: it has no {', '.join(missing)}")
+    settings = _DEFAULTS | written
+    for key, default in _DEFAULTS.items():
+        if not _of_kind(settings[key], default):
+            raise InputError(f"{path} is damaged: {key} is {settings[key]!r}; {_KINDS[type(default)]} is needed")
     rows = read_rows(folder)
     last = max((row.round for row in rows), default=0)
     # A run's name changes where the package gets a new setting; its folder stays.
@@ -185,47 +223,122 @@ def read_record(folder: Path) -> Record:
     partition = read_json(folder / PARTITION) if (folder / PARTITION).is_file() else {}
     for key in ("indices", "calibration_indices"):  # who holds which image; long, and nothing that a report shows
         partition.pop(key, None)
-    return Record(folder, settings, environment, read_rounds(folder), kept, partition)
+    rounds = read_rounds(folder)
+    _check(folder / ENVIRONMENT, environment, {"versions": dict})
+    _check(folder / PARTITION, partition, {"data": str, "classes": list, "counts": list, _LEAKS: dict})
+    for line in rounds:
+        _check(folder / ROUNDS, line, _ROUND)
+    if not _is_table(partition.get("counts", [])):
+        raise InputError(f"{folder / PARTITION} is damaged: its counts are not one whole number a client and class")
+    if not all(isinstance(count, int) for count in partition.get(_LEAKS, {}).values()):
+        raise InputError(f"{folder / PARTITION} is damaged: its {_LEAKS} are not whole numbers")
+    return Record(folder, settings, environment, rounds, kept, partition)
+
+
+_KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", list: "a list"}
+
+
+def _of_kind(value: Any, default: Any) -> bool:
+    """Whether a setting's value is of the type of its default."""
+    if isinstance(default, float):
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(default, list):
+        return isinstance(value, list) and all(_of_kind(item, default[0]) for item in value)
+    return type(value) is type(default)
+
+
+def _check(path: Path, content: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+    for key, kind in kinds.items():
+        if key in content and not isinstance(content[key], kind):
+            raise InputError(f"{path} is damaged: {key} is of the type {type(content[key]).__name__}")
+
+
+def _is_table(counts: Sequence[Any]) -> bool:
+    """Whether it is a list of lists of the same length, of whole numbers."""
+    if not all(isinstance(line, list) for line in counts):
+        return False
+    widths = {len(line) for line in counts}
+    return len(widths) < 2 and 0 not in widths and all(type(n) is int for line in counts for n in line)
 
 
 def collect(folders: Sequence[Path]) -> Collection:
-    """The runs in these folders, grouped by what differs between them."""
-    notes, records = [], []
-    for folder in folders:
-        record = read_record(folder)
-        if record.rows:
-            records.append(record)
-        else:
-            notes.append(f"{folder.name} was left out: it has no evaluated round yet.")
+    """The runs in these folders, grouped by what differs between them.
+
+    Left out, with a note: folders that cannot be read, runs without an evaluated round, runs that stand there twice,
+    and runs that are not as far as their siblings with other seeds.
+    """
+    records, notes, unread = _readable(folders)
     if not records:
+        if len(unread) == len(folders) > 0:
+            raise unread[0]
         raise InputError(f"there is nothing to report: none of {len(folders)} runs has an evaluated round")
-    in_setting = [key for key in _varying(records) if key in _CONFIG]
+    in_setting = [key for key in _varying(records) if key in _DEFAULTS]
     in_variant = {
-        method: [key for key in _varying([r for r in records if r.method == method]) if key not in _CONFIG]
+        method: [key for key in _varying([r for r in records if r.method == method]) if key not in _DEFAULTS]
         for method in dict.fromkeys(record.method for record in records)
     }
-    scenes: dict[str, dict[str, list[Record]]] = {}
-    keys: dict[tuple[str, str], tuple[Settings, Settings]] = {}
+    lines: dict[str, list[Record]] = {}
+    keys: dict[str, tuple[Settings, Settings]] = {}
     for record in records:
-        setting = tuple((key, record.settings.get(key)) for key in in_setting)
+        setting = tuple((key, record.settings[key]) for key in in_setting)
         variant = tuple((key, record.settings.get(key)) for key in in_variant[record.method])
-        scene, line = repr(setting), repr((record.method, variant))
-        keys[scene, line] = setting, variant
-        alike = scenes.setdefault(scene, {}).setdefault(line, [])
-        twin = next((other for other in alike if other.seed == record.seed), None)
-        if twin is None:
-            alike.append(record)
-        else:
-            notes.append(f"{record.folder} was left out: {twin.folder} has the same settings and seed.")
-    found = []
-    for scene, lines in scenes.items():
-        groups = [
-            Group(members[0].method, *keys[scene, line], tuple(sorted(members, key=lambda one: one.seed)))
-            for line, members in lines.items()
-        ]
-        found.append(Scene(groups[0].setting, tuple(sorted(groups, key=_order))))
+        line = repr((setting, record.method, variant))
+        keys[line] = setting, variant
+        lines.setdefault(line, []).append(record)
+    scenes: dict[str, list[Group]] = {}
+    for line, alike in lines.items():
+        setting, variant = keys[line]
+        # Where a run started makes another line only where nothing else tells the runs apart.
+        starts = dict.fromkeys(bool(record.settings["init"]) for record in alike)
+        for started in starts:
+            members = [record for record in alike if bool(record.settings["init"]) == started]
+            own = (*variant, ("init", "given" if started else "")) if len(starts) > 1 else variant
+            group = Group(alike[0].method, setting, own, _siblings(members, notes))
+            scenes.setdefault(repr(setting), []).append(group)
+    found = [Scene(groups[0].setting, tuple(sorted(groups, key=_order))) for groups in scenes.values()]
     found.sort(key=lambda scene: [sortable(value) for _, value in scene.setting])
     return Collection(tuple(found), tuple(notes))
+
+
+def _readable(folders: Sequence[Path]) -> tuple[list[Record], list[str], list[InputError]]:
+    """The runs with an evaluated round, notes about the others, and why folders could not be read."""
+    records, notes, unread = [], [], []
+    for folder in folders:
+        try:
+            record = read_record(folder)
+        except InputError as error:
+            notes.append(f"{folder.name} was left out: {error}.")
+            unread.append(error)
+            continue
+        if not record.rows:
+            notes.append(f"{folder.name} was left out: it has no evaluated round yet.")
+            continue
+        try:
+            read_samples(folder)
+        except InputError as error:
+            notes.append(f"The single answers of {folder.name} were left out: {error}.")
+            record = replace(record, answers=False)
+        records.append(record)
+    return records, notes, unread
+
+
+def _siblings(members: Sequence[Record], notes: list[str]) -> tuple[Record, ...]:
+    """One run a seed, all of them equally far: a mean over several rounds would be of nothing."""
+    most = max(record.last_round for record in members)
+    kept: dict[int, Record] = {}
+    for record in members:
+        twin = kept.get(record.seed)
+        if record.last_round < most:
+            notes.append(
+                f"{record.folder.name} was left out: it is at round {record.last_round} of "
+                f"{record.settings['rounds']}, and another run of it is at {most}."
+            )
+        elif twin is not None:
+            same = "settings" if twin.settings["init"] == record.settings["init"] else "settings but for init"
+            notes.append(f"{record.folder} was left out: {twin.folder} has the same {same} and seed.")
+        else:
+            kept[record.seed] = record
+    return tuple(kept[seed] for seed in sorted(kept))
 
 
 def _varying(records: Sequence[Record]) -> list[str]:

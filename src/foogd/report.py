@@ -121,7 +121,23 @@ class Line:
     method: str
     detector: str
     cells: tuple[Cell, ...]
-    marks: tuple[str, ...] = ()  # in what it differs from the published settings
+    departs: tuple[str, ...] = ()  # in what it differs from the published settings
+    unfinished: str = ""  # how far its runs are, where they are not finished
+
+    @property
+    def seeds(self) -> int:
+        return max((len(cell.values) for cell in self.cells), default=0)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Why its numbers are not to be compared with the published ones."""
+        return (*self.departs, *([self.unfinished] if self.unfinished else []))
+
+    @property
+    def footnote(self) -> str:
+        """The marks as the end of a sentence."""
+        words = [f"not the published settings: {'; '.join(self.departs)}"] if self.departs else []
+        return "; ".join([*words, *([f"not finished: {self.unfinished}"] if self.unfinished else [])])
 
 
 @final
@@ -148,11 +164,20 @@ class Grid:
     def has_published(self) -> bool:
         return any(cell.published for line in self.lines for cell in line.cells)
 
+    def fewer_seeds(self, line: Line) -> str:
+        """The number of a line's seeds where others have more; else empty."""
+        most = max((other.seeds for other in self.lines), default=0)
+        return "" if line.seeds in (0, most) else f"{line.seeds} seed{'' if line.seeds == 1 else 's'}"
+
+    def _name(self, line: Line, dagger: str) -> str:
+        count = self.fewer_seeds(line)
+        return f"{line.method}{f' ({count})' if count else ''}{dagger if line.marks else ''}"
+
     def markdown(self) -> str:
         """A Markdown table; the best in bold, and after a published number how far the measured one is from it."""
         names = [f"{column.title} {column.dataset}" if column.dataset else column.title for column in self.columns]
         rows = [
-            (line.method + ("†" if line.marks else ""), detector_name(line.detector), *map(_markdown_cell, line.cells))
+            (self._name(line, "†"), detector_name(line.detector), *map(_markdown_cell, line.cells))
             for line in self.lines
         ]
         return Table(self.title, ("method", "detector", *names), tuple(rows)).markdown()
@@ -168,7 +193,7 @@ class Grid:
         arrows = [rf"{latex_text(c.title)} $\{'down' if c.smaller_is_better else 'up'}arrow$" for c in self.columns]
         body, last = [], None
         for line in self.lines:
-            name = latex_text(line.method) + (r"$^\dagger$" if line.marks else "")
+            name = latex_text(self._name(line, "")) + (r"$^\dagger$" if line.marks else "")
             cells = [_latex_cell(cell) for cell in line.cells]
             if last not in (None, line.method) and self._many_lines_a_method:
                 body.append(r"\addlinespace")
@@ -208,7 +233,7 @@ class Grid:
                 "published": "" if cell.published is None else cell.published.mean,
                 "published_deviation": "" if cell.published is None else _or_empty(cell.published.deviation),
                 "difference": "" if cell.difference is None else round(cell.difference, 4),
-                "departs": "; ".join(line.marks) if cell.published is not None else "",
+                "departs": "; ".join(line.marks) if cell.published is not None or line.unfinished else "",
             }
             for line in self.lines
             for column, cell in zip(self.columns, line.cells, strict=True)
@@ -245,10 +270,10 @@ def latex_text(text: str) -> str:
 def _latex_cell(cell: Cell) -> str:
     if not cell.values:
         return "--"
-    number = f"{cell.mean:.2f}"
+    number = f"{cell.mean:.1f}"  # as the best is decided
     number = rf"\textbf{{{number}}}" if cell.best else number
-    number += "" if cell.deviation is None else rf"\,{{\scriptsize$\pm${cell.deviation:.2f}}}"
-    return number + ("" if cell.published is None else rf" {{\scriptsize({cell.published.mean:.2f})}}")
+    number += "" if cell.deviation is None else rf"\,{{\scriptsize$\pm${cell.deviation:.1f}}}"
+    return number + ("" if cell.published is None else rf" {{\scriptsize({cell.published.mean:.1f})}}")
 
 
 def _markdown_cell(cell: Cell) -> str:
@@ -276,17 +301,21 @@ def paper_detector(method: str, known: Sequence[str]) -> str | None:
 
 
 def mark_best(columns: Sequence[Measure], lines: Sequence[Line]) -> tuple[Line, ...]:
-    """The lines with the best number of each column marked; numbers that look the same are equally good."""
+    """The lines with the best number of each column marked; numbers that look the same are equally good.
+
+    What is not finished is no better than what is.
+    """
     best: list[str | None] = []
+    ready = [line for line in lines if not line.unfinished] or lines
     for index, column in enumerate(columns):
-        found = {line.cells[index].mean for line in lines if line.cells[index].values}
+        found = {line.cells[index].mean for line in ready if line.cells[index].values}
         choose: Callable[[Iterable[float]], float] = min if column.smaller_is_better else max
         best.append(f"{choose(found):.1f}" if len(lines) > 1 and found else None)
     return tuple(
         replace(
             line,
             cells=tuple(
-                replace(cell, best=bool(cell.values) and f"{cell.mean:.1f}" == best[index])
+                replace(cell, best=line in ready and bool(cell.values) and f"{cell.mean:.1f}" == best[index])
                 for index, cell in enumerate(line.cells)
             ),
         )
@@ -443,11 +472,13 @@ class Report:
         *,
         settings: Mapping[str, Mapping[str, Any]] | None = None,
         departs: Mapping[str, Sequence[str]] | None = None,
+        unfinished: Mapping[str, str] | None = None,
         scope: str = "weighted",
     ) -> Grid:
         """Numbers of each method with the detectors that `chosen(method, known)` picks, the best of a column marked.
 
-        `settings` of each method finds the published numbers, `departs` says in what its runs differ from those.
+        `settings` of each method finds the published numbers, `departs` says in what its runs differ from those,
+        `unfinished` how far they are where they are not finished.
         """
         lines = []
         for method in self.methods():
@@ -456,9 +487,8 @@ class Report:
                     self._cell(method, detector, column, (settings or {}).get(method), scope) for column in columns
                 ]
                 found = any(cell.published for cell in cells)
-                lines.append(
-                    Line(method, detector, tuple(cells), tuple((departs or {}).get(method, ())) if found else ())
-                )
+                other = tuple((departs or {}).get(method, ())) if found else ()
+                lines.append(Line(method, detector, tuple(cells), other, (unfinished or {}).get(method, "")))
         return Grid(self._title(scope), tuple(columns), mark_best(columns, lines))
 
     def _cell(
@@ -506,8 +536,14 @@ class Report:
         return [Measure(metric, split, detected=True) for metric, split in pairs if (metric, split) in known]
 
     def _title(self, scope: str) -> str:
-        count = len(self.seeds())
-        return f"in %, {scope} over clients" + (f", mean ± deviation over {count} seeds" if count > 1 else "")
+        seeds: dict[str, set[int]] = {}
+        for row in self.rows:
+            seeds.setdefault(row.method, set()).add(row.seed)
+        counts = sorted({len(found) for found in seeds.values()})
+        if not counts or counts[-1] == 1:
+            return f"in %, {scope} over clients"
+        words = str(counts[-1]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        return f"in %, {scope} over clients, mean ± deviation over {words} seeds"
 
 
 def _percent(values: Sequence[float]) -> str:

@@ -14,13 +14,15 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import Any, final, get_type_hints
+from typing import IO, Any, final, get_type_hints
 
 import torch
 from torch import Tensor
@@ -51,6 +53,7 @@ PARTITION, PICTURE = "partition.json", "partition.png"
 FLOWER = "flower.json"  # of a run on Flower: its nodes, and what they have in common
 CHECKPOINT, STATE = "checkpoint", "state.json"
 DRAFT = ".draft"
+PATHS = frozenset({"data", "data_root", "out", "init"})  # settings that may be paths
 
 
 @final
@@ -114,7 +117,7 @@ class Run:
         mine, other = self.settings(), Run(self.folder, config, method).settings()
         # In the order of the settings: what differs first, the method say, often explains the rest.
         for key in dict.fromkeys([*mine, *other]):
-            if key not in WHERE and mine.get(key) != other.get(key):
+            if key not in WHERE and not _same_setting(key, mine.get(key), other.get(key)):
                 raise InputError(
                     f"{self.folder} holds a run with another configuration: {key} is {mine.get(key)!r} there and "
                     f"{other.get(key)!r} here; choose another --out"
@@ -184,9 +187,14 @@ class Run:
         return True
 
     def train(self) -> Iterator[RoundResult]:
-        """Train what is left; after each round everything is on disk."""
+        """Train what is left; after each round everything is on disk. One process at a time may do it."""
         if self.is_finished():
             return
+        with alone(self.folder, self.folder / CONFIG):
+            if not self.is_finished():  # by a process that has just let go of it
+                yield from self._train()
+
+    def _train(self) -> Iterator[RoundResult]:
         remove_drafts(self.folder)
         if not (self.folder / PARTITION).is_file():
             write_partition(self.folder, self.federation)
@@ -269,12 +277,16 @@ class Run:
 
     def unranked(self, rows: Sequence[Row]) -> list[str]:
         """A sentence for each detector that the method can serve but whose scores were no numbers."""
+        if not rows:  # nothing was evaluated
+            return []
         readout, ranked = self.method.readout(self.engine.nets()), {row.detector for row in rows}
         silent = [name for name, detector in self.detectors.items() if detector.applies(readout) and name not in ranked]
         return [f"Detector {name} has no rows: some of its scores are not numbers." for name in silent]
 
-    def write_summary(self, rows: Sequence[Row], lines: Sequence[Mapping[str, Any]]) -> None:
-        """`summary.md`: results, communication and what the run was."""
+    def write_summary(
+        self, rows: Sequence[Row], lines: Sequence[Mapping[str, Any]], notes: Sequence[str] = ()
+    ) -> None:
+        """`summary.md`: results, communication and what the run was; `notes` are further sentences about it."""
         report = Report.of(rows).last_round()
         refused = sum(len(line["refused"]) for line in lines)
         seconds = sum(line["seconds"] for line in lines)
@@ -286,8 +298,8 @@ class Run:
             f"Run {self.name}: {len(lines)} rounds, {self.federation.clients} clients, {seconds:.1f} s of training, "
             f"{down:.2f} MiB down and {up:.2f} MiB up a round, {refused} updates refused.",
             "",
-            leaks_sentence(read_leaks(self.folder)),
-            "",
+            *([leaks_sentence(leaks), ""] if (leaks := read_leaks(self.folder)) else ()),
+            *(line for sentence in notes for line in (sentence, "")),
             *([f"{aside} training images were set aside to find thresholds.", ""] if aside else ()),
             *(line for sentence in self.unranked(report.rows) for line in (sentence, "")),
             *_section("Results", report.headline()),
@@ -297,6 +309,18 @@ class Run:
             *_section("Partition", partition_table(self.federation)),
         ]
         write_atomic(self.folder / SUMMARY, ("\n".join(text) + "\n").encode())
+
+
+def _same_setting(key: str, mine: Any, other: Any) -> bool:
+    """Whether two values of a setting mean the same; a path may be written in several ways."""
+    if mine == other or key not in PATHS:
+        return bool(mine == other)
+    if isinstance(mine, str) and isinstance(other, str):
+        return bool(mine and other) and Path(mine).resolve() == Path(other).resolve()
+    pairs = (mine, other)
+    if not all(isinstance(values, list | tuple) for values in pairs) or len(mine) != len(other):
+        return False
+    return all(_same_setting(key, *values) for values in zip(mine, other, strict=True))
 
 
 def make_federation(config: Config) -> Federation:
@@ -400,6 +424,35 @@ def _round_line(result: RoundResult) -> dict[str, Any]:
 
 
 # Files
+
+
+@contextlib.contextmanager
+def alone(folder: Path, lock: Path, *, seconds: float = 0.0, pause: float = 1.0) -> Iterator[None]:
+    """Hold the lock of a run folder on a file that exists; whoever waits longer than so many seconds is refused.
+
+    The system lets go of it when a process ends in whatever way. Where there are no locks, nobody is refused.
+    """
+    end = time.monotonic() + seconds
+    with lock.open("r+b") as file:
+        while not _taken(file):
+            if time.monotonic() >= end:
+                raise InputError(f"another process works on {folder}: let it end or stop it, or choose another folder")
+            time.sleep(pause)
+        yield
+
+
+def _taken(file: IO[bytes]) -> bool:
+    if sys.platform == "win32":
+        return True
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # some network file systems have no locks
+        return True
+    return True
 
 
 def write_atomic(path: Path, data: bytes) -> None:

@@ -142,7 +142,8 @@ def read_samples(folder: Path) -> Samples | None:
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"{path} is damaged: {' '.join(str(error).split())}; make it again: foogd evaluate") from None
+        why = " ".join(str(error).split())
+        raise InputError(f"{path} is damaged: {why}; make it again: foogd evaluate {folder}") from None
 
 
 _INTEGERS = ("index", "labels", "client", "predictions", "feature_labels", "feature_client")

@@ -124,17 +124,22 @@ def work(
                     failed.add(job.folder)
                     yield problem
                     continue
-                idle = next((worker for worker in crew if worker.folder is None), None)
-                if idle is None:
-                    crew.append(idle := _Worker(read, tracker))
-                idle.give(job.folder)
+                for idle in [worker for worker in crew if worker.folder is None]:
+                    if idle.give(job.folder):
+                        break
+                    crew.remove(idle)  # it died with nothing to do
+                    idle.end()
+                else:
+                    crew.append(fresh := _Worker(read, tracker))
+                    fresh.give(job.folder)  # one that is dead already is noticed when it is heard
                 yield Started(job.folder)
             for worker in _talking(crew):
                 event = worker.hear()
                 if isinstance(event, Failed):
                     failed.add(event.folder)
-                    if not worker.alive:
-                        crew.remove(worker)
+                    # What broke this run may have broken its process: an error of a GPU stays until the process ends.
+                    crew.remove(worker)
+                    worker.end()
                 yield event
     finally:
         for worker in crew:
@@ -174,18 +179,21 @@ class _Worker:
         self._process.start()
         theirs.close()  # so that its end is noticed here
         self.folder: Path | None = None
-        self.alive = True
 
-    def give(self, folder: Path) -> None:
+    def give(self, folder: Path) -> bool:
+        """Hand it a run; whether it was there to take it."""
         self.folder = folder
-        self.pipe.send(folder)
+        try:
+            self.pipe.send(folder)
+        except OSError:
+            return False
+        return True
 
     def hear(self) -> Event:
         assert self.folder is not None
         try:
             event: Event = self.pipe.recv()
-        except (EOFError, ConnectionResetError):
-            self.alive = False
+        except (EOFError, OSError):
             event = Failed(self.folder, KILLED, error=InputError(KILLED))
         if not isinstance(event, Progressed):
             self.folder = None

@@ -18,6 +18,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
@@ -33,10 +35,11 @@ from .errors import InputError
 from .evaluate import Row
 from .methods.base import Method
 from .report import Cell, Report, Table
-from .runs import read_rows
+from .runs import read_json, read_rows, write_atomic
 from .settings import parse_toml, read_preset, resolve
 
 RUNS, DATA, STAND_INS, TABLE, FAILURES = "runs", "data", "NOT-REAL-DATA", "table.md", "failures.txt"
+ORIGIN = ".json"  # suffix of the file beside a sample that says where it was taken from
 _KEYS = {"title", "about", "base", "sections", "set", "grid", "variants", "tiny", "small"}
 _VARIANT_KEYS = {"name", "start", "grid"}
 
@@ -58,11 +61,11 @@ class Scale:
 SCALES: dict[str, Scale] = {
     "tiny": Scale(
         settings={
-            "backbone": "cnn", "rounds": 2, "local_epochs": 1, "batch_size": 32, "eval_every": 0, "severities": [3],
-            "foogd": {"score_width": 64}, "fedatol": {"generator_width": 8, "gan_epochs": 1, "gan_rounds": 1},
-            "foster": {"generator_batch": 64}, "fedicon": {"head_epochs": 1, "personal_epochs": 1},
+            "backbone": "cnn", "rounds": 1, "local_epochs": 1, "batch_size": 32, "eval_every": 0, "severities": [3],
+            "foogd": {"score_width": 32}, "fedatol": {"generator_width": 4, "gan_epochs": 1, "gan_rounds": 1},
+            "foster": {"generator_batch": 32}, "fedicon": {"head_epochs": 1, "personal_epochs": 1},
         },
-        first_only=("seed", "alpha"), clients=3, train=400, test=100, out=60, made_up=True,
+        first_only=("seed", "alpha"), clients=3, train=160, test=60, out=30, made_up=True,
     ),
     "small": Scale(
         settings={
@@ -251,9 +254,14 @@ def with_data(plan: Plan, out: Path, configs: Sequence[Config]) -> Plan:
             missing.append(name)
             continue
         path = out / DATA / f"{_slug(spec)}.npz"
-        if not path.is_file():
+        root = None if entry is not None and entry.embedded else str(real_root.resolve())
+        if path.is_file():
+            _check_origin(path, root)
+        else:
             store = load_source(spec, real_root, sites=sites)
             numbers = (how.train, how.test) if (spec, sites) in inside else (how.out, how.out)
+            # Before the sample: one that is there has an origin.
+            write_atomic(path.with_suffix(ORIGIN), json.dumps({"data_root": root}).encode())
             sample(store, train=numbers[0], test=numbers[1]).save(path)
         taken[spec] = str(path)
     made_up = out / STAND_INS  # so that every configuration says it
@@ -266,6 +274,14 @@ def with_data(plan: Plan, out: Path, configs: Sequence[Config]) -> Plan:
         changed |= {"data": data, "sites": ""} if data else {}
         points.append(replace(point, settings={**point.settings, **changed}))
     return replace(plan, points=tuple(points), stand_ins=tuple(stand_ins(made_up)))
+
+
+def _check_origin(path: Path, root: str | None) -> None:
+    """Complain about a sample that was taken from another folder of data; those of earlier versions do not say."""
+    origin = path.with_suffix(ORIGIN)
+    before = read_json(origin).get("data_root") if origin.is_file() else root
+    if before != root:
+        raise InputError(f"{path} is a sample of data in {before}, and data_root is {root} now; choose another --out")
 
 
 # Tables
@@ -308,11 +324,21 @@ def _overview(reports: Mapping[str, Report], split: str, title: str) -> Table:
     """One accuracy, a line for each method and a column for each section, and their mean."""
     lines = []
     for method in dict.fromkeys(name for report in reports.values() for name in report.methods()):
-        found = [tuple(report.values(method=method, metric="accuracy", split=split)) for report in reports.values()]
-        seeds = {len(values) for values in found}
-        mean = tuple(sum(row) / len(row) for row in zip(*found, strict=True)) if len(seeds) == 1 else ()
-        lines.append((method, *(Cell(values).text() for values in found), Cell(mean).text()))
+        found = [_by_seed(report, method, split) for report in reports.values()]
+        alike = all(values.keys() == found[0].keys() for values in found)
+        mean = tuple(statistics.fmean(values[seed] for values in found) for seed in found[0]) if alike else ()
+        lines.append((method, *(Cell(tuple(values.values())).text() for values in found), Cell(mean).text()))
     return Table(f"{title}, in %", ("method", *reports, "mean"), tuple(lines))
+
+
+def _by_seed(report: Report, method: str, split: str) -> dict[int, float]:
+    """The accuracy of each seed; those that were not measured are left out."""
+    found = {}
+    for seed in sorted({row.seed for row in report.rows}):
+        part = Report.of(row for row in report.rows if row.seed == seed)
+        for value in part.values(method=method, metric="accuracy", split=split):
+            found[seed] = value
+    return found
 
 
 def tables_text(plan: Plan, tables: Iterable[Table], failures: Mapping[str, str]) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 
+from . import figures
 from .engine.rng import Streams, with_seed
 from .errors import InputError
 from .functional import dsm, langevin, mmd
@@ -325,10 +326,7 @@ def _legend(figure: Figure, *panels: Any) -> None:
 
 
 def save_figure(figure: Figure, path: Path) -> list[Path]:
-    """The figure as PDF, SVG and PNG; the path has no suffix."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    written = []
-    for suffix in ("pdf", "svg", "png"):
-        written.append(path.with_name(f"{path.name}.{suffix}"))
-        figure.savefig(written[-1], dpi=200)
-    return written
+    """The figure as PDF, SVG and PNG; the path has no suffix, and the same figure gives the same bytes."""
+    for vector in ("pdf", "svg"):
+        figures.save_figure(path, figure, vector)  # the PNG comes with each
+    return [path.with_name(f"{path.name}.{suffix}") for suffix in ("pdf", "svg", "png")]

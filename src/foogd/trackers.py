@@ -7,6 +7,7 @@ says otherwise, MLflow writes below the run folder unless MLFLOW_TRACKING_URI is
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -69,6 +70,7 @@ class WandB(Tracker):
             dir=str(run.folder),
             mode=os.environ.get("WANDB_MODE", "offline"),
             resume="allow",
+            reinit="finish_previous",  # a process of a sweep trains several runs
         )
 
     def log(self, round: int, values: Values) -> None:
@@ -172,17 +174,21 @@ class _Watcher:
         return row_values(row for row in read_rows(self._folder) if row.round == round)
 
     def close(self) -> None:
-        if self._tracker is not None:
-            self._try(self._tracker.close)
+        tracker, self._tracker = self._tracker, None
+        if tracker is not None:
+            self._try(tracker.close)
 
     def _try(self, do: Callable[[], None]) -> None:
         try:
             do()
         except Exception as error:  # whatever a tracker does, training goes on
-            self._tracker = None
+            tracker, self._tracker = self._tracker, None
             words = " ".join(f"{type(error).__name__}: {error}".split())
             text = f"foogd: warning: {self._name} failed and is left out of {self._folder}: {words[:300]}"
             print(text, file=sys.stderr, flush=True)
+            if tracker is not None:
+                with contextlib.suppress(Exception):  # one warning is enough
+                    tracker.close()
 
 
 def round_values(result: RoundResult) -> dict[str, float]:

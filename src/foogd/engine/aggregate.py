@@ -35,6 +35,9 @@ def refusal(update: Update, server: ServerState, bound: float = 0.0) -> str | No
             return f"its upload {name!r} has values that are not finite"
     if not (math.isfinite(update.weight) and update.weight > 0):
         return f"its weight is {update.weight}"
+    for name, loss in update.losses.items():
+        if not math.isfinite(loss):
+            return f"its loss {name!r} is {loss}"
     mine = {name: tuple(value.shape) for name, value in update.integers.items()}
     if server.integers and mine != {name: tuple(value.shape) for name, value in server.integers.items()}:
         return "its integer buffers are not those of the server"
@@ -47,6 +50,8 @@ def refusal(update: Update, server: ServerState, bound: float = 0.0) -> str | No
 
 def survey_refusal(answer: Survey) -> str | None:
     """Why a client's answer before training may not count, or None."""
+    if not (math.isfinite(answer.weight) and answer.weight > 0):
+        return f"its weight is {answer.weight}"
     for name, value in answer.sums.items():
         if value.is_floating_point() and not _all_finite(value):
             return f"its answer {name!r} has values that are not finite"

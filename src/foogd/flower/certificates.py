@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -13,16 +14,21 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from ..errors import InputError
+from .names import NAME, NAME_RULE
 
 DAYS = 365
+LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+HOST = re.compile(rf"(\*\.)?{LABEL}(\.{LABEL})*")
+LONGEST_COMMON_NAME = 64  # what X.509 allows; browsers and Flower read the alternative names
 
 
 def write_certificates(folder: Path, hosts: Sequence[str]) -> None:
     """`ca.crt` for everyone, `server.crt` and `server.key` for the server, `ca.key` for a safe place."""
     _refuse_to_overwrite([folder / name for name in ("ca.key", "ca.crt", "server.key", "server.crt")])
+    names = [_name(host) for host in hosts]
     authority, server = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
     issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "foogd trial authority")])
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0])])
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0][:LONGEST_COMMON_NAME])])
     now = datetime.now(UTC)
 
     def blank(name: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
@@ -53,7 +59,7 @@ def write_certificates(folder: Path, hosts: Sequence[str]) -> None:
     leaf = (
         blank(subject, server.public_key())
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.SubjectAlternativeName([_name(host) for host in hosts]), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .sign(authority, hashes.SHA384())
     )
@@ -68,12 +74,20 @@ def _name(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
+        if not HOST.fullmatch(host) or len(host) > 253:
+            wanted = "an address, or a name as in fl.example.org"
+            raise InputError(f"--host {host!r} is not allowed: it must be {wanted}") from None
         return x509.DNSName(host)
 
 
 def write_keys(folder: Path, names: Sequence[str]) -> list[Path]:
     """For each name a key that stays on its node, and NAME.pub for `foogd flower register`."""
-    _refuse_to_overwrite([folder / name for name in names])
+    for name in names:
+        if not NAME.fullmatch(name) or name.endswith(".pub"):
+            raise InputError(f"the name {name!r} is not allowed: {NAME_RULE}, and .pub may not be its end")
+        if names.count(name) > 1:
+            raise InputError(f"the name {name!r} was given twice: each node needs a key of its own")
+    _refuse_to_overwrite([folder / f"{name}{end}" for name in names for end in ("", ".pub")])
     for name in names:
         key = ec.generate_private_key(ec.SECP384R1())
         pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()

@@ -4,65 +4,89 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, final
+from typing import Any, TypeVar, final
 
+import httpx
+import torch
 from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_object import UnexpectedObjectContentError
+from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectPushError, ObjectUnavailableError
 from torch import Tensor
 
 from ..config import Config
-from ..data.federation import Federation
+from ..data.federation import Federation, TestSet
 from ..engine.arena import Layout, ServerNets
 from ..engine.eager import EagerEngine
+from ..errors import InputError
 from ..evaluate import Asked
 from ..methods.base import Method
 from ..runs import Run
 from ..types import ClientState, Missing, Nets, ServerState, Survey, Update
+from .forms import check_form, extra_form, survey_form
 from .hooks import before_joining
-from .messages import BadMessage, below, pack, read_asked, read_survey, read_update, server_arrays, to_record, unpack
+from .messages import BadMessage, pack, read_asked, read_survey, read_update, server_arrays, to_record, unpack
 from .options import Options
 from .roster import Roster
 
 GRACE = 10.0  # seconds
+PATIENCE = 300.0  # seconds without any answer of the SuperLink after which a run ends
+TROUBLE = (
+    httpx.HTTPError, ConnectionError, ObjectPullError, ObjectPushError, ObjectUnavailableError,
+    UnexpectedObjectContentError, ValueError,  # an answer that Flower cannot put together
+)  # fmt: skip
 HELLO, SURVEY, TRAIN, SUMS, EVALUATE = "query", "query.survey", "train", "evaluate.sums", "evaluate"
 LOG = logging.getLogger("flwr")
 
 Reply = tuple[dict[str, Tensor], dict[str, Any]]
 Letter = tuple[str, ArrayRecord, Mapping[str, Any]]
 """The kind of a message, its arrays and its description."""
+Answer = TypeVar("Answer")
 
 
 @final
 class Post:
     """Sends one message to each of some nodes and waits for the answers, not longer than a deadline."""
 
-    def __init__(self, grid: Grid, poll: float) -> None:
-        self._grid, self._poll = grid, poll
+    def __init__(self, grid: Grid, poll: float, patience: float = PATIENCE) -> None:
+        self._grid, self._poll, self._patience = grid, poll, patience
 
     def online(self) -> list[int]:
         """The nodes that are connected, as far as Flower knows."""
-        return list(self._grid.get_node_ids())
+        found = self._insist(lambda: list(self._grid.get_node_ids()), time.monotonic() + self._patience)
+        if isinstance(found, str):
+            raise InputError(f"the SuperLink has not answered for {self._patience:g} s ({found}): look at its log")
+        return found
 
     def ask(self, letters: Mapping[int, Letter], seconds: float, group: str) -> dict[int, Reply | str]:
         """Node → its answer, or why there is none."""
-        messages = [
-            # Flower forgets a message after its time; it must not do so before this server has given up.
-            Message(pack(arrays, about), node, kind, ttl=seconds + GRACE, group_id=group)
-            for node, (kind, arrays, about) in letters.items()
-        ]
-        sent = list(self._grid.push_messages(messages)) if messages else []
+        end = time.monotonic() + seconds
+
+        def push() -> list[str]:
+            # Made again for each try: Flower takes no message twice. It forgets a message after its time, and must
+            # not do so before this server has given up.
+            life = max(0.0, end - time.monotonic()) + GRACE
+            messages = [
+                Message(pack(arrays, about), node, kind, ttl=life, group_id=group)
+                for node, (kind, arrays, about) in letters.items()
+            ]
+            return list(self._grid.push_messages(messages))
+
+        sent = self._insist(push, end) if letters else []
+        if isinstance(sent, str):
+            return dict.fromkeys(letters, f"its message could not be sent: {sent}")
         found: dict[int, Reply | str] = {}
         waiting: dict[str, int] = {}
-        for node, name in zip(letters, sent, strict=False):
+        # Flower sends nothing at all, and names nothing, where the messages are too large together.
+        for node, name in zip(letters, (*sent, *[""] * len(letters)), strict=False):
             if name:
                 waiting[name] = node
             else:
                 found[node] = "its message could not be sent"
-        end = time.monotonic() + seconds
         while waiting and time.monotonic() < end:
-            for message in self._grid.pull_messages(list(waiting)):
+            pulled = self._insist(lambda: list(self._grid.pull_messages(list(waiting))), end)
+            for message in () if isinstance(pulled, str) else pulled:
                 name = message.metadata.reply_to_message_id
                 if name in waiting:
                     found[waiting.pop(name)] = _read(message)
@@ -70,6 +94,18 @@ class Post:
                 time.sleep(min(self._poll, max(0.0, end - time.monotonic())))
         late = f"it did not answer within {seconds:g} s"
         return {node: found.get(node, late) for node in letters}
+
+    def _insist(self, call: Callable[[], Answer], end: float) -> Answer | str:
+        """What the SuperLink answers; a failure is tried again until the end, and is then told in words."""
+        while True:
+            try:
+                return call()
+            except TROUBLE as error:
+                words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                LOG.warning("foogd: the SuperLink did not do what it was asked: %s", words)
+            if time.monotonic() + self._poll > end:
+                return words
+            time.sleep(self._poll)
 
 
 def _read(message: Message) -> Reply | str:
@@ -100,6 +136,7 @@ class FlowerEngine:
         self.evaluate = False  # whether the state that is sent has no rows yet
         self.everyone: Sequence[ClientState] = ()
         self.unasked: set[int] = set()
+        self.unusable: set[int] = set()  # whose answers about test images could not be read when last joined
         self.leaks: dict[int, dict[str, int]] = {}
         self._asked: dict[int, Reply] = {}
         self._holds: dict[int, int] = {}
@@ -124,7 +161,15 @@ class FlowerEngine:
         if not self.method.surveys:
             return []
         replies = self.ask(SURVEY, server, clients, round)
-        return [self._use(client, replies[client.id], read_survey) for client in clients]
+        wanted = survey_form(self._inner, server, round)
+
+        def read(arrays: Mapping[str, Tensor], about: Mapping[str, Any], client: int) -> Survey:
+            survey = read_survey(arrays, about, client)
+            check_form(survey.sums, wanted, "its answer before training")
+            self._check_weight(survey.weight, client)
+            return survey
+
+        return [self._use(client, replies[client.id], read) for client in clients]
 
     def train(
         self, server: ServerState, clients: Sequence[ClientState], round: int
@@ -144,18 +189,25 @@ class FlowerEngine:
         def read(arrays: Mapping[str, Tensor], about: Mapping[str, Any], client: int) -> Update:
             if isinstance(about.get("refused"), str):
                 raise BadMessage(about["refused"])
-            return read_update(arrays, about, client, self.layout, server)
+            update = read_update(arrays, about, client, self.layout, server)
+            check_form(update.extra, wanted, "what it sends beside the model")
+            self._check_weight(update.weight, client)
+            strange = sorted(update.losses.keys() - self.method.groups.keys())
+            if strange:
+                raise BadMessage(f"it has a loss of {strange[0][:60]!r}, which the method does not have")
+            return update
 
-        # What a method uploads beside the model has shapes that only the method knows: most clients are right.
-        answers = [replies[client.id] for client in clients]
-        forms = Counter(_form(reply[0]) for reply in answers if not isinstance(reply, str))
-        usual = forms.most_common(1)[0][0] if forms else ()
+        wanted = extra_form(self._inner, server, round)
         for client in clients:
-            reply = replies.pop(client.id)
-            found = self._use(client, reply, read)
-            if isinstance(found, Update) and not isinstance(reply, str) and _form(reply[0]) != usual:
-                found = Missing(client.id, "what it sends beside the model is not what the others send")
-            yield found
+            yield self._use(client, replies.pop(client.id), read)
+
+    def _check_weight(self, weight: float, client: int) -> None:
+        """A node may not count for more than the images that it told of."""
+        samples = self.roster.by_id[client].samples
+        most = self._inner.weight(ClientState(client, torch.empty(0), torch.zeros(1).expand(samples), torch.empty(0)))
+        if not weight <= most:
+            known = f"the {samples} images that it told of give at most {most:g}"
+            raise BadMessage(f"its weight is {weight:g}, {known}; a node with new images must be started again")
 
     def _use(self, client: ClientState, reply: Reply | str, read: Callable[[dict[str, Tensor], Any, int], Any]) -> Any:
         if isinstance(reply, str):
@@ -230,7 +282,10 @@ class FlowerEngine:
         member = self.roster.by_id[client]
         counts, aside, leaks, notes = (about.get(key) for key in ("class_counts", "aside", "leaks", "notes"))
         if isinstance(counts, list) and len(counts) == len(self.roster.classes) and _are_counts([*counts, aside]):
-            member.class_counts, member.aside = tuple(counts), about["aside"]
+            # No more than it told of when it came: its weight is bound by them.
+            allowed = sum(counts) + about["aside"] <= member.samples + member.aside
+            if allowed:
+                member.class_counts, member.aside = tuple(counts), about["aside"]
         if isinstance(leaks, dict) and _are_counts(list(leaks.values())):
             self.leaks[client] = leaks
         for note in notes if isinstance(notes, list) else ():
@@ -244,22 +299,20 @@ class FlowerEngine:
     def joined(self, replies: Mapping[int, Reply]) -> Asked | None:
         """The answers of those that sent usable ones; None where nobody did."""
         usable = {}
-        for client, (arrays, about) in replies.items():
+        kinds: dict[str, tuple[str, bool]] = {}
+        self.unusable = set()
+        for client, (arrays, about) in sorted(replies.items()):
             try:
                 sets = list(about["sets"])
-                _check_answers(read_asked({client: (arrays, sets)}, self.config.detectors), client)
+                _check_answers(read_asked({client: (arrays, sets)}, self.config.detectors), client, kinds)
             except (KeyError, TypeError, ValueError, IndexError, BadMessage) as error:
                 name = self.roster.by_id[client].name
+                self.unusable.add(client)
                 LOG.warning("foogd: answers of %s about test images cannot be used: %s", name, error)
             else:
                 if sets:
                     usable[client] = arrays, sets
         return read_asked(usable, self.config.detectors) if usable else None
-
-
-def _form(arrays: Mapping[str, Tensor]) -> tuple[Any, ...]:
-    extra = below(arrays, "extra.")
-    return tuple((name, tuple(value.shape), value.dtype) for name, value in sorted(extra.items()))
 
 
 def _about_tests(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -270,9 +323,41 @@ def _are_counts(values: Sequence[Any]) -> bool:
     return all(type(value) is int and value >= 0 for value in values)
 
 
-def _check_answers(asked: Asked, client: int) -> None:
-    for answer in asked.answers:
+def _check_answers(asked: Asked, client: int, kinds: dict[str, tuple[str, bool]]) -> None:
+    """Whether one client's answers are whole: rows of all clients are made from them without looking again.
+
+    `kinds` tells what the sets are to those who came before, and afterwards to this client too.
+    """
+    mine = {}
+    used = [{name for name, scores in answer.scores.items() if client in scores} for answer in asked.answers]
+    for answer, scored in zip(asked.answers, used, strict=True):
+        test = answer.test
+        _check_test(test)
+        mine[test.key] = test.split, test.unseen
+        if kinds.get(test.key, mine[test.key]) != mine[test.key]:
+            raise BadMessage(f"{test.key} is another kind of test set than others say")
+        if test.split != "out" and client not in answer.correct:
+            raise BadMessage(f"{test.key} does not say what is right")
+        if scored != used[0]:
+            raise BadMessage(f"{test.key} has scores of other detectors than {asked.answers[0].test.key}")
         parts = [answer.correct, answer.generic, *answer.scores.values()]
         lengths = {part[client].shape for part in parts if client in part}
-        if len(lengths) > 1 or any(len(shape) != 1 for shape in lengths):
-            raise BadMessage(f"{answer.test.key} has answers of different lengths")
+        if len(lengths) > 1 or any(len(shape) != 1 or not shape[0] for shape in lengths):
+            raise BadMessage(f"{test.key} has answers of different lengths")
+    aside = (asked.calibration, asked.generic_calibration, asked.generic_clean or {})
+    for kind in aside:
+        if used and kind and kind.keys() != used[0]:
+            raise BadMessage("its training images have scores of other detectors than its test images")
+    for kind in (*aside, *(answer.scores for answer in asked.answers)):
+        for name, scores in kind.items():
+            if client in scores and not (scores[client].is_floating_point() and scores[client].ndim == 1):
+                raise BadMessage(f"the scores of {name} are no row of numbers")
+    kinds |= mine
+
+
+def _check_test(test: TestSet) -> None:
+    words = (test.name, test.split, test.corruption or "")
+    if not all(isinstance(word, str) for word in words) or type(test.unseen) is not bool:
+        raise BadMessage("a test set has no fitting description")
+    if test.severity is not None and type(test.severity) is not int:
+        raise BadMessage(f"{test.name} has no fitting severity")

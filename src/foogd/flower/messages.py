@@ -8,6 +8,7 @@ the checkpoint of the run folder.
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -21,8 +22,13 @@ from ..data.store import ImageStore
 from ..engine.arena import FROZEN, SHARED, Layout
 from ..evaluate import Answers, Asked
 from ..types import ServerState, Survey, Update
+from .names import NAME
 
 ARRAYS, ABOUT, METRICS = "arrays", "about", "metrics"
+OF_UPDATES = ("shared", "extra", "integers")
+OF_ANSWERS = ("test", "calibration", "generic_calibration", "generic_clean")
+MOST_PASSES = 64  # of a detector that is fitted
+MOST_IMAGES = 10**8  # of one node: the server holds a label for each
 
 
 class BadMessage(Exception):
@@ -44,13 +50,13 @@ def unpack(content: RecordDict) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise BadMessage(f"its message has the records {', '.join(sorted(content)) or 'none'}")
     try:
         about = json.loads(str(text["json"]))
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, RecursionError):
         raise BadMessage("the description in its message cannot be read") from None
     if not isinstance(about, dict):
         raise BadMessage("the description in its message is no object")
     try:
         arrays = {name: torch.from_numpy(array.numpy()) for name, array in found.items()}
-    except (TypeError, ValueError, OSError, EOFError) as error:
+    except (TypeError, ValueError, OSError, EOFError, MemoryError, RecursionError, zipfile.BadZipFile) as error:
         raise BadMessage(f"an array in its message cannot be read: {error}") from None
     return arrays, about
 
@@ -108,6 +114,7 @@ def read_update(
     arrays: Mapping[str, Tensor], about: Mapping[str, Any], client: int, layout: Layout, server: ServerState
 ) -> Update:
     """The update in a node's answer; whatever does not fit the model is bad, whatever its values are."""
+    _refuse_unknown(arrays, (*OF_UPDATES, *OF_ANSWERS))
     integers = below(arrays, "integers.")
     for name, wanted in server.integers.items():
         found = integers.get(name)
@@ -118,26 +125,39 @@ def read_update(
     if more:
         raise BadMessage(f"its message has an array integers.{min(more)}, which the model does not have")
     losses = about.get("losses", {})
-    weight = about.get("weight")
-    if not isinstance(losses, dict) or not all(isinstance(value, int | float) for value in losses.values()):
+    if not isinstance(losses, dict):
         raise BadMessage("the losses in its message are not numbers")
-    if not isinstance(weight, int | float):
-        raise BadMessage("its message has no weight")
     return Update(
         client=client,
-        weight=float(weight),
+        weight=_number(about.get("weight"), "its message has no weight"),
         shared=_joined(arrays, layout, SHARED).to(server.shared.device),
         extra={name: value.to(server.shared.device) for name, value in below(arrays, "extra.").items()},
         integers={name: value.to(server.shared.device) for name, value in integers.items()},
-        losses={str(name): float(value) for name, value in losses.items()},
+        losses={
+            str(name): _number(value, "the losses in its message are not numbers") for name, value in losses.items()
+        },
     )
 
 
 def read_survey(arrays: Mapping[str, Tensor], about: Mapping[str, Any], client: int) -> Survey:
     """A node's answer before training."""
-    if not isinstance(about.get("weight"), int | float):
-        raise BadMessage("its message has no weight")
-    return Survey(client, float(about["weight"]), below(arrays, "sums."))
+    _refuse_unknown(arrays, ("sums",))
+    return Survey(client, _number(about.get("weight"), "its message has no weight"), below(arrays, "sums."))
+
+
+def _refuse_unknown(arrays: Mapping[str, Tensor], prefixes: Sequence[str]) -> None:
+    for name in arrays:
+        if not name.startswith(tuple(f"{prefix}." for prefix in prefixes)):
+            raise BadMessage(f"its message has an array {name[:60]!r}, which nobody asked for")
+
+
+def _number(value: Any, complaint: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise BadMessage(complaint)
+    try:
+        return float(value)
+    except OverflowError:
+        raise BadMessage(complaint) from None
 
 
 def sums_arrays(sums: Mapping[str, Sequence[Mapping[str, Tensor]]], detectors: Sequence[str]) -> dict[str, Tensor]:
@@ -155,7 +175,9 @@ def read_sums(arrays: Mapping[str, Tensor], detectors: Sequence[str]) -> dict[st
     found: dict[str, list[dict[str, Tensor]]] = {}
     for name, value in sorted(below(arrays, "fit.").items(), key=_place):
         place, number, key = name.split(".", 2)
-        passes = found.setdefault(detectors[int(place)], [])
+        passes = found.setdefault(_detector(place, detectors), [])
+        if int(number) >= MOST_PASSES:
+            raise BadMessage(f"its message has sums of a pass {number[:20]}; no detector has so many")
         while len(passes) <= int(number):
             passes.append({})
         passes[int(number)][key] = value
@@ -257,7 +279,13 @@ def _add_scores(
     detectors: Sequence[str],
 ) -> None:
     for place, values in below(arrays, f"{prefix}.").items():
-        scores.setdefault(detectors[int(place)], {})[client] = values
+        scores.setdefault(_detector(place, detectors), {})[client] = values
+
+
+def _detector(place: str, detectors: Sequence[str]) -> str:
+    if not place.isdecimal() or int(place) >= len(detectors):
+        raise BadMessage(f"its message has scores or sums of a detector {place[:20]!r}; there are {len(detectors)}")
+    return detectors[int(place)]
 
 
 def _by_net(row: Tensor, layout: Layout, kind: str) -> dict[str, Tensor]:
@@ -298,22 +326,55 @@ class Facts:
 
     @staticmethod
     def read(about: Mapping[str, Any]) -> Facts:
-        """The facts in a node's answer."""
-        kinds: dict[str, type] = {"name": str, "home": str, "samples": int, "count": int}
-        for key in Facts.__dataclass_fields__:
-            if not isinstance(about.get(key), kinds.get(key, list)):
-                raise BadMessage(f"its answer to who it is has no fitting {key}")
-        shape = tuple(int(n) for n in about["shape"])
-        if len(shape) != 3 or len(about["class_counts"]) != len(about["classes"]):
-            raise BadMessage("its answer to who it is does not fit together")
-        return Facts(
+        """The facts in a node's answer; whatever they could not be is bad."""
+        for key in ("name", "home"):
+            value = about.get(key)
+            if not isinstance(value, str) or not NAME.fullmatch(value):
+                raise _unfit(key)
+        for key in ("samples", "count"):
+            if not _is_count(about.get(key)):
+                raise _unfit(key)
+        for key in ("class_counts", "shape", "first", "second"):
+            values = about.get(key)
+            if not isinstance(values, list) or not all(_is_count(value) for value in values):
+                raise _unfit(key)
+        classes = about.get("classes")
+        if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes) or not classes:
+            raise _unfit("classes")
+        facts = Facts(
             name=about["name"],
             home=about["home"],
             samples=about["samples"],
-            classes=tuple(str(name) for name in about["classes"]),
-            class_counts=tuple(int(n) for n in about["class_counts"]),
-            shape=(shape[0], shape[1], shape[2]),
-            first=tuple(int(n) for n in about["first"]),
-            second=tuple(int(n) for n in about["second"]),
+            classes=tuple(classes),
+            class_counts=tuple(about["class_counts"]),
+            shape=tuple(about["shape"]),
+            first=tuple(about["first"]),
+            second=tuple(about["second"]),
             count=about["count"],
         )
+        facts._check()
+        return facts
+
+    def _check(self) -> None:
+        brightest = 255 * self.count
+        channels = self.shape[0] if len(self.shape) == 3 else 0
+        together = (
+            channels > 0
+            and min(self.shape) > 0
+            and len(set(self.classes)) == len(self.classes) == len(self.class_counts)
+            and sum(self.class_counts) == self.samples <= MOST_IMAGES
+            and self.count == self.samples * self.shape[1] * self.shape[2]
+            and len(self.first) == len(self.second) == channels
+            and max(self.first) <= brightest
+            and max(self.second) <= 255 * brightest
+        )
+        if not together:
+            raise BadMessage("its answer to who it is does not fit together")
+
+
+def _unfit(key: str) -> BadMessage:
+    return BadMessage(f"its answer to who it is has no fitting {key}")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0

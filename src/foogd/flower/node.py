@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -42,8 +41,8 @@ from .messages import (
     unpack,
     update_arrays,
 )
+from .names import NAME, NAME_RULE, run_folder
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 KEPT = 4  # states of a run that a node keeps, the newest ones
 
 
@@ -63,7 +62,7 @@ class Node:
         """The node that Flower's node configuration describes."""
         name, data = settings.get("name"), settings.get("data")
         if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise InputError(f"the node's name is {name!r}: letters, digits and . _ - are allowed, at most 64 of them")
+            raise InputError(f"the node's name is {name!r}: {NAME_RULE}")
         if not isinstance(data, str) or not Path(data).is_dir():
             raise InputError(f"the data of node {name} is {data!r}: a folder is needed")
         state, pixels = settings.get("state") or str(Path(data) / "state"), settings.get("pixels", 0)
@@ -147,8 +146,7 @@ class Kept:
         """The client with what it kept after round `counted`, or before it, and a sentence where that is not there."""
         possible = [round for round in self.rounds() if round <= counted]
         if not possible:
-            lost = counted > 0 and len(client.personal) > 0
-            return client, f"its private state of round {counted} is not there: it starts afresh" if lost else ""
+            return client, f"its private state of round {counted} is not there: it starts afresh" if counted else ""
         tensors = self._read(f"round-{possible[-1]:05d}.safetensors")
         if tensors["personal"].shape != client.personal.shape:
             raise InputError(f"the state in {self._folder} does not fit this model: remove the folder")
@@ -159,7 +157,7 @@ class Kept:
             memory={name: value.to(device) for name, value in below(tensors, "memory.").items()},
             optimiser={name: value.to(device) for name, value in below(tensors, "optimiser.").items()},
         )
-        late = possible[-1] < counted and len(client.personal) > 0
+        late = possible[-1] < counted
         return kept, f"its private state is of round {possible[-1]}, not {counted}" if late else ""
 
     def drop_after(self, counted: int) -> None:
@@ -218,7 +216,7 @@ class Work:
         self.client_id = int(about["client"])
         self.federation = self._federation(tests=tests)
         self.engine = EagerEngine(self.method, self.federation, self.config)
-        self.kept = Kept(node.state / str(about["run"]))
+        self.kept = Kept(node.state / run_folder(str(about["run"])))
         self.server = self._server()
         self.notes: list[str] = []
 

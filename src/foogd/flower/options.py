@@ -11,6 +11,7 @@ from ..config import Config, setting
 from ..errors import InputError
 from ..methods.base import Method
 from ..settings import check_settings, read_preset, resolve
+from ..simulate import round_half_up
 
 
 @final
@@ -23,7 +24,7 @@ class Options:
     resume: bool = setting(False, "go on with the run in run_dir, where there is one")
     min_updates: int = setting(1, "a round with fewer updates that count is repeated", ge=1)
     round_timeout: float = setting(3600.0, "seconds that a node has for one message", gt=0.0)
-    wait_for_nodes: float = setting(600.0, "seconds to wait for the first `clients` nodes", gt=0.0)
+    wait_for_nodes: float = setting(600.0, "seconds to wait for nodes, at the start and before a repeat", gt=0.0)
     retries: int = setting(3, "how often a round is repeated before the run ends", ge=0)
     evaluate: str = setting(
         "scores", "scores: nodes send outlier scores and right or wrong of test images", choices=("scores", "none")
@@ -52,6 +53,12 @@ def read_options(given: Mapping[str, Any]) -> tuple[Options, Config, Method]:
             raise InputError(f"method {config.method} cannot run on Flower with these settings: {reason}")
     if options.min_updates > config.clients:
         raise InputError(f"min_updates = {options.min_updates} is more than the {config.clients} clients")
+    sample = max(1, round_half_up(config.participation * config.clients))
+    if options.min_updates > sample:
+        raise InputError(
+            f"min_updates = {options.min_updates} is more than the {sample} clients that participation = "
+            f"{config.participation:g} lets take part in a round"
+        )
     # What a node does with its test images is its own: those that the simulator would make are not asked for.
     return options, replace(config, device=options.server_device, resident="host"), method
 

@@ -11,11 +11,15 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import InputError
+
+CERTIFICATES = {"ca-certfile": "ca.crt", "certfile": "server.crt", "keyfile": "server.key"}  # Flower's option: file
+WAIT_FOR_SERVER = 60.0  # seconds: a server that was started just now takes some to listen
 
 
 def require_flower() -> None:
@@ -55,6 +59,30 @@ def check_security(address: str, *, insecure: bool, certificate: Path | None) ->
         raise InputError(f"{certificate} is not a file: make certificates with foogd flower certs")
 
 
+def check_certificates(folder: Path) -> None:
+    """All that a server with TLS reads must be there before it starts."""
+    for name in CERTIFICATES.values():
+        if not (folder / name).is_file():
+            raise InputError(f"{folder / name} is not a file: make certificates with foogd flower certs")
+
+
+def wait_for_server(address: str, seconds: float | None = None) -> None:
+    """Return as soon as someone listens at an address."""
+    host, port = split_address(address)
+    limit = WAIT_FOR_SERVER if seconds is None else seconds
+    end = time.monotonic() + limit
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(1.0, min(5.0, limit))).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= end:
+                raise InputError(
+                    f"no server answers at {address} ({error}): start one with foogd flower serve"
+                ) from None
+        time.sleep(min(0.5, max(0.01, end - time.monotonic())))
+
+
 def free_port() -> int:
     """A port of this machine that nobody uses."""
     with socket.socket() as one:
@@ -90,8 +118,8 @@ def superlink_command(
     if certificates is None:
         command.append("--insecure")
     else:
-        files = {"ca-certfile": "ca.crt", "certfile": "server.crt", "keyfile": "server.key"}
-        command += [word for option, name in files.items() for word in (f"--ssl-{option}", str(certificates / name))]
+        for option, name in CERTIFICATES.items():
+            command += [f"--ssl-{option}", str(certificates / name)]
     if known_nodes_only:
         command.append("--enable-supernode-auth")
     return command

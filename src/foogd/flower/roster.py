@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, final
@@ -75,12 +75,15 @@ class Roster:
         return roster
 
     def _add(self, facts: Facts) -> Member:
+        member = Member(len(self.members), facts.name, facts.home, self._counts(facts))
+        self.members[facts.name] = member
+        return member
+
+    def _counts(self, facts: Facts) -> tuple[int, ...]:
         counts = [0] * len(self.classes)
         for name, count in zip(facts.classes, facts.class_counts, strict=True):
             counts[self.classes.index(name)] = count
-        member = Member(len(self.members), facts.name, facts.home, tuple(counts))
-        self.members[facts.name] = member
-        return member
+        return tuple(counts)
 
     def join(self, node: int, facts: Facts, online: Sequence[int]) -> str | None:
         """A node that was not known: a member that is back, or a new one; why it is not let in, or None."""
@@ -93,6 +96,8 @@ class Roster:
             return f"two nodes are called {facts.name!r}: the second one is left out"
         if member is None:
             member = self._add(facts)
+        if facts.samples != member.samples + member.aside:  # its images are others now
+            member.class_counts, member.aside = self._counts(facts), 0
         member.node, member.home, member.rests_until = node, facts.home, 0
         return None
 
@@ -104,6 +109,11 @@ class Roster:
     def nodes(self) -> set[int]:
         """The nodes that speak for someone."""
         return {member.node for member in self.members.values() if member.node is not None}
+
+    def nodes_of(self, clients: Iterable[int]) -> set[int]:
+        """The nodes that speak for these clients."""
+        everyone = self.by_id
+        return {node for client in clients if (node := everyone[client].node) is not None}
 
     def absence(self, client: int, round: int, online: Sequence[int], *, again: bool) -> str | None:
         """Why a client is not asked in this round, or None; who failed is asked `again` where a round is repeated."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import io
 import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
@@ -19,6 +18,7 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from ..data.federation import Federation
+from ..engine.rng import generator
 from ..errors import InputError
 from ..evaluate import Asked, Evaluation, Fitted, blank_row, make_rows, refitted
 from ..figures import partition_figure
@@ -29,6 +29,7 @@ from ..runs import (
     PICTURE,
     SUMMARY,
     Run,
+    alone,
     load_checkpoint,
     read_json,
     read_rows,
@@ -37,9 +38,9 @@ from ..runs import (
     write_model,
 )
 from ..settings import read_run_config
-from ..simulate import RoundResult, RunState, initial_state, restore_state, run_round
+from ..simulate import RoundResult, RunState, initial_state, restore_state, run_round, sample_clients
 from ..types import ClientState
-from .engine import EVALUATE, HELLO, LOG, SUMS, FlowerEngine, Post
+from .engine import EVALUATE, HELLO, LOG, SUMS, FlowerEngine, Post, Reply
 from .messages import BadMessage, Facts, read_sums, sums_arrays, to_record
 from .options import read_options
 from .roster import Roster
@@ -56,29 +57,35 @@ class Server:
         self.options, self.config, self.method = read_options(settings)
         self._post = Post(grid, self.options.poll)
         self._folder = Path(self.options.run_dir)
-        self._left_out: set[int] = set()  # nodes that were not let in
-        self._tries: Counter[int] = Counter()  # of asking a node who it is
-        self._continues = self._folder.exists()
-        if self._continues:
-            if not self.options.resume:
-                raise InputError(f"{self._folder} exists already: set resume=true to continue it, or another run_dir")
-            if not (self._folder / FLOWER).is_file():
-                raise InputError(f"{self._folder} holds no run on Flower: choose another run_dir")
-            Run.open(self._folder, read_run_config).same_as(self.config, self.method)
+        self._left_out: dict[int, int | None] = {}  # nodes that were not let in → the node because of which, if any
+        self._tries: Counter[int] = Counter()  # of asking a node who it is, in vain
+        self._continues = False
+        self._repeats, self._until = 0, 0.0  # how often, and until when, the final evaluation asks the missing again
 
     def run(self) -> Run:
         """Train what is left, evaluate, write the summary; after each round everything is on disk."""
-        if self._continues and self._is_finished():
-            LOG.info("foogd: the run in %s is finished: nothing is left to do", self._folder)
-            return Run(self._folder, self.config, self.method)
-        with self._alone():
+        with self._alone():  # what the folder holds is only sure when nobody else works on it
+            self._continues = self._folder.exists()
+            if self._continues:
+                self._check_folder()
+                if self._is_finished():
+                    LOG.info("foogd: the run in %s is finished: nothing is left to do", self._folder)
+                    return Run(self._folder, self.config, self.method)
             return self._serve()
+
+    def _check_folder(self) -> None:
+        if not self.options.resume:
+            raise InputError(f"{self._folder} exists already: set resume=true to continue it, or another run_dir")
+        if not (self._folder / FLOWER).is_file():
+            raise InputError(f"{self._folder} holds no run on Flower: choose another run_dir")
+        Run.open(self._folder, read_run_config).same_as(self.config, self.method)
 
     def _serve(self) -> Run:
         roster, token = self._gather()
         if self._continues:
             run = Run(self._folder, self.config, self.method)
             remove_drafts(self._folder)
+            write_atomic(self._folder / FLOWER, self._about(roster, token).encode())  # newcomers keep their ids
         else:
             about = self._about(roster, token)
             run = Run.create(self._folder, self.config, self.method, files={FLOWER: about.encode()})
@@ -99,10 +106,9 @@ class Server:
             state = result.state
             run.keep_round(lines, result)
             self._report(result)
-        if self._asks:
-            self._evaluate(state)
+        notes = self._evaluate(state) if self._asks else []
         self._write_partition()
-        run.write_summary(read_rows(self._folder), lines)
+        run.write_summary(read_rows(self._folder), lines, notes)
         LOG.info("foogd: finished; the run folder is %s", self._folder.resolve())
         return run
 
@@ -110,17 +116,9 @@ class Server:
     def _alone(self) -> Iterator[None]:
         """Nobody else works on the run folder: a server that lost its SuperLink may live a little longer."""
         self._folder.parent.mkdir(parents=True, exist_ok=True)
-        with (self._folder.parent / f".{self._folder.name}.lock").open("w") as lock:
-            end = time.monotonic() + LOCK_SECONDS
-            while True:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > end:
-                        raise InputError(f"another run works on {self._folder}: stop it, or choose another") from None
-                    time.sleep(self.options.poll)
-            self._continues = self._folder.exists()
+        lock = self._folder.parent / f".{self._folder.name}.lock"  # beside it: the folder may not exist yet
+        lock.touch()
+        with alone(self._folder, lock, seconds=LOCK_SECONDS, pause=self.options.poll):
             yield
 
     def _is_finished(self) -> bool:
@@ -143,8 +141,10 @@ class Server:
         LOG.info("foogd: waiting for %d nodes", wanted)
         while True:
             online = self._post.online()
+            self._forget(online)
             known = {node: facts for node, facts in known.items() if node in online}
-            known |= self._hello([node for node in online if node not in known], max(1.0, end - time.monotonic()))
+            unknown = [node for node in online if node not in known and node not in self._left_out]
+            known = self._newest(known | self._hello(unknown, max(1.0, end - time.monotonic())))
             names = {facts.name for facts in known.values()}
             expected = wanted if roster is None else len(roster.members)
             there = len(names) if roster is None else len(names & roster.members.keys())
@@ -162,9 +162,30 @@ class Server:
             time.sleep(self.options.poll)
         if roster is None:
             return Roster.start(known), token
-        for node, facts in known.items():
+        members = roster.members
+
+        def stranger(one: tuple[int, Facts]) -> bool:
+            return one[1].name in members and members[one[1].name].home != one[1].home
+
+        for node, facts in sorted(known.items(), key=stranger):  # of two with one name the one with the old home
             self._join(roster, node, facts, online)
         return roster, token
+
+    def _newest(self, known: Mapping[int, Facts]) -> dict[int, Facts]:
+        """One node for each name and home: a node that was started again is there under two ids for a while."""
+        last = {(facts.name, facts.home): node for node, facts in known.items()}
+        for node, facts in known.items():
+            if node != last[facts.name, facts.home]:
+                self._left_out[node] = last[facts.name, facts.home]
+        return {node: facts for node, facts in known.items() if node not in self._left_out}
+
+    def _forget(self, online: Sequence[int]) -> None:
+        """Nodes that were not let in because of another one may try again when that one is gone."""
+        self._left_out = {
+            node: rival
+            for node, rival in self._left_out.items()
+            if node in online and (rival is None or rival in online)
+        }
 
     def _hello(self, nodes: Sequence[int], seconds: float = HELLO_SECONDS) -> dict[int, Facts]:
         """Who these nodes are; one that has not said so three times is not asked again."""
@@ -177,24 +198,30 @@ class Server:
                 if isinstance(reply, str):
                     raise BadMessage(reply)
                 found[node] = Facts.read(reply[1])
+                del self._tries[node]
             except BadMessage as error:
                 LOG.warning("foogd: node %d has not said who it is: %s", node, error)
         return found
 
     def _join(self, roster: Roster, node: int, facts: Facts, online: Sequence[int]) -> None:
-        before = len(roster.members)
+        before, member = len(roster.members), roster.members.get(facts.name)
+        rival = member.node if member is not None and member.node in online and member.node != node else None
         reason = roster.join(node, facts, online)
         if reason is not None:
-            self._left_out.add(node)
+            self._left_out[node] = rival
             LOG.warning("foogd: %s", reason)
-        elif len(roster.members) > before:
+            return
+        if rival is not None:  # the same node before it was started again
+            self._left_out[rival] = node
+        if len(roster.members) > before:
             LOG.info("foogd: %s is new: client %d", facts.name, roster.members[facts.name].client)
 
     def _let_in(self, state: RunState) -> RunState:
         """The state with newcomers among its clients; nodes that are back speak for their client again."""
         engine, roster = self._engine, self._engine.roster
         online = self._post.online()
-        fresh = [node for node in online if node not in roster.nodes() | self._left_out]
+        self._forget(online)
+        fresh = [node for node in online if node not in roster.nodes() | self._left_out.keys()]
         if not fresh:
             return state
         before = len(roster.members)
@@ -221,9 +248,11 @@ class Server:
     def _round(self, state: RunState, round: int) -> RoundResult:
         """One round, repeated as long as too few updates count."""
         engine, wanted = self._engine, self.options.min_updates
+        failed: set[int] = set()
         for attempt in range(self.options.retries + 1):
             engine.again, engine.unasked = attempt > 0, set()
-            result = run_round(engine, state, round)
+            result = self._attempt(state, round, attempt, failed)
+            failed |= result.refused.keys()
             counted = len(result.participants) - len(result.refused)
             for client in result.participants:
                 if client not in result.refused:
@@ -235,12 +264,49 @@ class Server:
             names = {engine.roster.by_id[client].name: reason for client, reason in result.refused.items()}
             LOG.warning("foogd: round %d has %d updates, %d are needed: %s", round + 1, counted, wanted, names)
             if attempt < self.options.retries:
-                time.sleep(self.options.poll)
-                state = self._let_in(state)
+                state = self._wait(state, wanted)
         raise InputError(
             f"round {round + 1} was tried {self.options.retries + 1} times and never had {wanted} updates; the "
             f"finished rounds are in {self._folder}: submit again with resume=true"
         )
+
+    def _attempt(self, state: RunState, round: int, attempt: int, failed: Container[int]) -> RoundResult:
+        """The simulator's round; where it is repeated, with a sample of those who are connected.
+
+        The same sample would fail again. Those who failed in this round are in it only where others are too few.
+        """
+        engine, config = self._engine, self.config
+        repeated = attempt > 0 and config.participation < 1
+        there = self._connected(state) if repeated else []
+        if not there:
+            return run_round(engine, state, round)
+        count = len(sample_clients(state.clients, config.participation, config.seed, round))
+        others = [client for client in there if client.id not in failed]
+        able = others if len(others) >= self.options.min_updates else there
+        order = torch.randperm(len(able), generator=generator(config.seed, round, "participants", attempt))
+        chosen = tuple(able[place] for place in sorted(order[:count].tolist()))
+        engine.config = replace(config, participation=1.0)
+        try:
+            result = run_round(engine, RunState(state.server, chosen), round)
+        finally:
+            engine.config = config
+        after = {client.id: client for client in result.state.clients}
+        clients = tuple(after.get(client.id, client) for client in state.clients)
+        return replace(result, state=RunState(result.state.server, clients))
+
+    def _connected(self, state: RunState) -> list[ClientState]:
+        """The clients that could train now."""
+        online, roster = self._post.online(), self._engine.roster
+        return [c for c in state.clients if len(c.indices) > 0 and roster.by_id[c.id].node in online]
+
+    def _wait(self, state: RunState, wanted: int) -> RunState:
+        """Wait before a repeat until enough clients are connected, not longer than `wait_for_nodes`."""
+        end = time.monotonic() + self.options.wait_for_nodes
+        while True:
+            time.sleep(self.options.poll)
+            state = self._let_in(state)
+            if len(self._connected(state)) >= wanted or time.monotonic() > end:
+                return state
 
     def _report(self, result: RoundResult) -> None:
         losses = ", ".join(f"{group} {value:.3f}" for group, value in result.losses.items())
@@ -258,56 +324,89 @@ class Server:
         blank = blank_row(self.config, round, self._run.name, self.config.method)
         self._run.keep_rows(make_rows(blank, asked, private=self._engine.layout.personal_size > 0))
 
-    def _evaluate(self, state: RunState) -> None:
-        """The final model: sums for detectors that are fitted, then the answers, then rows and the model for use."""
-        self._engine.evaluate = True
-        for attempt in range(self.options.retries + 1):
-            self._let_in(state)
-            sums = self._fit(state)
-            arrays = sums_arrays(sums, self.config.detectors)
-            replies = self._engine.ask(EVALUATE, state.server, state.clients, state.server.round, sums=arrays)
-            good = {client: reply for client, reply in replies.items() if not isinstance(reply, str)}
-            for client, reply in replies.items():
-                if isinstance(reply, str):
-                    LOG.warning("foogd: no answers of %s: %s", self._engine.roster.by_id[client].name, reply)
-            asked = self._engine.joined(good)
-            if asked is not None:
-                self._keep(asked, state.server.round)
-                self._save_model(state, asked, sums)
-                return
-            if good:
-                LOG.warning("foogd: no node has test images: there are no results to show")
-                return
-            if attempt < self.options.retries:
-                time.sleep(self.options.poll)
-        raise InputError(f"no node evaluated the model; it is in {self._folder}: submit again with resume=true")
+    def _evaluate(self, state: RunState) -> list[str]:
+        """The final model: sums for detectors that are fitted, then the answers, then rows and the model for use.
 
-    def _fit(self, state: RunState) -> dict[str, list[dict[str, Tensor]]]:
-        """The sums of all passes over the training features of the nodes, added up in the order of client ids."""
+        Whoever does not answer is asked again; sentences about those who never did are for the summary.
+        """
+        engine = self._engine
+        engine.evaluate = True
+        self._repeats, self._until = self.options.retries, time.monotonic() + self.options.wait_for_nodes
+        sums, unfitted = self._fit(state)
+        replies = self._ask_all(EVALUATE, state, sums)
+        good = {client: reply for client, reply in replies.items() if not isinstance(reply, str)}
+        if not good:
+            raise InputError(f"no node evaluated the model; it is in {self._folder}: submit again with resume=true")
+        asked = engine.joined(good)
+        if asked is not None:
+            self._keep(asked, state.server.round)
+            self._save_model(state, asked, sums)
+        elif not engine.unusable:
+            LOG.warning("foogd: no node has test images: there are no results to show")
+        missing = (replies.keys() - good.keys()) | engine.unusable
+        return [
+            f"{what}: {', '.join(engine.roster.by_id[client].name for client in sorted(clients))}."
+            for what, clients in (
+                ("The final model was not evaluated by", missing),
+                ("Detectors were fitted without the features of", unfitted),
+            )
+            if clients
+        ]
+
+    def _ask_all(
+        self, kind: str, state: RunState, sums: Mapping[str, Sequence[Mapping[str, Tensor]]]
+    ) -> dict[int, Reply | str]:
+        """The answers of all clients to a question about the final model, or why there are none."""
+        engine = self._engine
+        arrays = sums_arrays(sums, self.config.detectors)
+        found: dict[int, Reply | str] = {}
+        missing: Sequence[ClientState] = state.clients
+        while True:
+            self._let_in(state)
+            found |= engine.ask(kind, state.server, missing, state.server.round, sums=arrays)
+            missing = [client for client in missing if isinstance(found[client.id], str)]
+            for client in missing:
+                LOG.warning("foogd: no answer of %s: %s", engine.roster.by_id[client.id].name, found[client.id])
+            if not missing or not self._repeats:
+                return found
+            self._repeats -= 1
+            while True:
+                time.sleep(self.options.poll)
+                self._let_in(state)
+                if engine.roster.nodes_of(client.id for client in missing) & set(self._post.online()):
+                    break
+                if time.monotonic() > self._until:  # they do not come: the next questions do not wait for them
+                    self._repeats = 0
+                    return found
+
+    def _fit(self, state: RunState) -> tuple[dict[str, list[dict[str, Tensor]]], set[int]]:
+        """The sums of all passes over the training features, added up in the order of client ids, and who lacks."""
         names = self.config.detectors
         sums: dict[str, list[dict[str, Tensor]]] = {}
+        lacking: set[int] = set()
         fitted = [self._run.detectors[name] for name in names if not self._run.detectors[name].local]
         for number in range(max((detector.passes for detector in fitted), default=0)):
-            arrays = sums_arrays(sums, names)
-            replies = self._engine.ask(SUMS, state.server, state.clients, state.server.round, sums=arrays)
+            replies = self._ask_all(SUMS, state, sums)
             total: dict[str, dict[str, Tensor]] = {}
             for client in sorted(replies):
                 reply = replies[client]
                 if isinstance(reply, str):
-                    LOG.warning("foogd: no sums of %s: %s", self._engine.roster.by_id[client].name, reply)
+                    lacking.add(client)
                     continue
                 try:
                     _add_sums(total, read_sums(reply[0], names))
                 except (ValueError, IndexError, BadMessage) as error:
+                    lacking.add(client)
                     LOG.warning("foogd: sums of %s cannot be used: %s", self._engine.roster.by_id[client].name, error)
             for name, values in total.items():
                 if len(sums.setdefault(name, [])) == number:
                     sums[name].append(values)
-        return sums
+        return sums, lacking
 
     def _save_model(self, state: RunState, asked: Asked, sums: Mapping[str, Sequence[Mapping[str, Tensor]]]) -> None:
         """The model for use; private parts are on the nodes, and where features are private nothing is left to use."""
-        layout, federation = self._engine.layout, self._engine.federation
+        # Made again: the nodes have said by now how many images they set aside.
+        layout, federation = self._engine.layout, self._engine.roster.federation(self.config.data)
         if any(name.startswith("backbone.") for name in layout.personal_names):
             LOG.info("foogd: this method has private features: the server has no model for use")
             return
@@ -356,14 +455,22 @@ class Server:
 
 
 def _add_sums(total: dict[str, dict[str, Tensor]], found: Mapping[str, Sequence[Mapping[str, Tensor]]]) -> None:
+    """Add one client's sums, or none of them where one cannot be used."""
     for name, passes in found.items():
+        before = total.get(name)
+        if before is not None and before.keys() != passes[-1].keys():
+            raise BadMessage(f"{name} has other parts than the sums of the others")
         for key, value in passes[-1].items():
             if value.is_floating_point() and not bool(torch.isfinite(value).all()):
                 raise BadMessage(f"{name} {key} is not finite")
-            before = total.setdefault(name, {}).get(key)
-            if before is not None and before.shape != value.shape:
-                raise BadMessage(f"{name} {key} has shape {tuple(value.shape)}, not {tuple(before.shape)}")
-            total[name][key] = value if before is None else before + value
+            if before is not None and (before[key].shape, before[key].dtype) != (value.shape, value.dtype):
+                raise BadMessage(
+                    f"{name} {key} has shape {tuple(value.shape)} and type {value.dtype}, "
+                    f"not {tuple(before[key].shape)} and {before[key].dtype}"
+                )
+    for name, passes in found.items():
+        before = total.get(name, {})
+        total[name] = {key: before[key] + value if key in before else value for key, value in passes[-1].items()}
 
 
 def _clients(federation: Federation) -> tuple[ClientState, ...]:

@@ -59,6 +59,8 @@ def clients(collection: Collection) -> Html:
 
     def one(scene: Scene) -> Html:
         figures = []
+        alone = all(group.clients_stay or len(group.records) == 1 for group in scene.groups)
+        marks = "a client" if alone else "for each client and seed"
         for split, title in (("in", "ACC-IN"), ("in-c", "ACC-IN-C")):
             rows = []
             for group in scene.groups:
@@ -68,11 +70,11 @@ def clients(collection: Collection) -> Html:
                     rows.append((group.label, style[group.label], values, 100 * statistics.fmean(mean)))
             if any(len(values) > 1 for _, _, values, _ in rows):
                 chart = strip_chart(f"{title} of every client", rows, x_label=f"{title} of a client, %")
-                figures.append(figure(f"{title}, %", chart, "one mark a client; upright: the weighted mean"))
+                figures.append(figure(f"{title}, %", chart, f"one mark {marks}; upright: the weighted mean"))
         return charts(figures)
 
     body = by_scene(collection, one)
-    text = "A mean over clients hides who is served badly. Means over seeds for each client."
+    text = "A mean over clients hides who is served badly."
     return join(lead(text), body) if body else NOTHING
 
 

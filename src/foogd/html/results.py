@@ -6,14 +6,16 @@ import statistics
 from collections.abc import Sequence
 
 from ..curves import corruption_values, severities, severity_curve, shifts
-from ..findings import Finding, findings, joint_grid, paper_grid, spoken
-from ..published import NOTE, published
+from ..findings import Finding, domain_means, findings, joint_grid, paper_grid, scene_grid, spoken
+from ..published import NOTE, departures, published
 from ..records import Collection, Scene
 from ..report import Cell, Measure, detector_name
 from .blocks import NOTHING, by_scene, charts, figure, fine, lead, method_legend, styles, switch
 from .charts import Series, line_chart
 from .markup import Html, h, join
-from .tables import EMPTY, Shown, grid_table, number_text, published_text, table
+from .tables import EMPTY, Shown, grid_table, marked, number_text, published_text, table
+
+_MARKED = "What † stands for is said below the results."
 
 
 def summary(collection: Collection) -> Html:
@@ -28,13 +30,13 @@ def _finding(one: Finding) -> Html:
 
 def results(collection: Collection) -> Html:
     """The paper's layout, a table for each setting, with published numbers below measured ones."""
-    grids = [(scene, paper_grid(scene)) for scene in collection.scenes]
-    tables = [h("div", h("h3", scene.title) if scene.title else None, grid_table(grid)) for scene, grid in grids]
+    grids = [(scene.title, paper_grid(scene)) for scene in collection.scenes] + domain_means(collection)
+    tables = [h("div", h("h3", title) if title else None, grid_table(grid)) for title, grid in grids]
     marks: dict[str, dict[str, None]] = {}
     for _, grid in grids:
         for line in grid.lines:
             if line.marks:
-                marks.setdefault("; ".join(line.marks), {})[line.method] = None
+                marks.setdefault(line.footnote, {})[line.method] = None
     several = any(len(group.records) > 1 for group in collection.groups)
     text = (
         f"In %, weighted over clients by their test images{', mean ± deviation over seeds' if several else ''}. Each "
@@ -42,7 +44,7 @@ def results(collection: Collection) -> Html:
         "the share of OUT that passes where 95 % of IN do. The best of a column is bold; a click on a head sorts."
     )
     notes = [fine(NOTE)] if any(grid.has_published for _, grid in grids) else []
-    notes += [fine(f"† {', '.join(methods)}: not the published settings: {why}.") for why, methods in marks.items()]
+    notes += [fine(f"† {', '.join(methods)}: {why}.") for why, methods in marks.items()]
     return join(lead(text), h("div", tables, class_="stack"), notes)
 
 
@@ -53,23 +55,26 @@ def detectors(collection: Collection) -> Html:
         report = scene.report
         if len(report.detectors()) < 2:
             return NOTHING
-        settings = {group.label: {} if group.stand_in else group.settings for group in scene.groups}
         panels = []
         for out in report.out_sets():
             for metric in ("auroc", "fpr95"):
                 measure = Measure(metric, "out", out, detected=True)
-                grid = report.grid([measure], lambda method, known: known, settings=settings)
+                grid = scene_grid(scene, [measure], lambda method, known: known)
                 cells = {(line.method, line.detector): line.cells[0] for line in grid.lines}
-                rows = [
-                    [Shown(method), *(_shaded(cells.get((method, name)), measure) for name in report.detectors())]
-                    for method in report.methods()
-                ]
+                marks = {line.method: line.footnote for line in grid.lines if line.marks}
+                rows = []
+                for method in report.methods():
+                    shades = [_shaded(cells.get((method, name)), measure) for name in report.detectors()]
+                    rows.append([Shown(marked(method, marks.get(method, ""))), *shades])
                 heads = ["method", *(detector_name(name).replace("-", "\u2011") for name in report.detectors())]
                 panels.append((f"{measure.title} against {out}", table(heads, rows, class_="matrix")))
         return switch("Measure", panels)
 
     body = by_scene(collection, one)
-    text = "Detectors read a trained model, so every one can be asked of every method. A fuller shade is better."
+    text = (
+        "Detectors read a trained model, so every one can be asked of every method. A fuller shade is better. "
+        f"{_MARKED if '†' in body else ''}"
+    )
     return join(lead(text), body) if body else NOTHING
 
 
@@ -88,7 +93,7 @@ def joint(collection: Collection) -> Html:
         usual = joint_grid(scene)
         if usual is None:
             return NOTHING
-        every = scene.report.grid(usual.columns, lambda method, known: known)
+        every = scene_grid(scene, usual.columns, lambda method, known: known)
         panels = [("as in the paper", grid_table(usual))]
         if len(every.lines) > len(usual.lines):
             panels.append(("all", grid_table(every)))
@@ -123,20 +128,22 @@ def corruptions(collection: Collection) -> Html:
         return join(parts)
 
     body = by_scene(collection, one)
-    text = "Accuracy in %, weighted over clients; first the mean over severities. The best of a line is bold."
+    text = "Accuracy in %, weighted over clients; first the mean over severities. The best of a line is bold. "
+    text += _MARKED if "†" in body else ""
     return join(lead(text), body) if body else NOTHING
 
 
 def _by_method(scene: Scene, kinds: Sequence[str]) -> Html:
     methods = scene.report.methods()
     settings = {group.label: {} if group.stand_in else group.settings for group in scene.groups}
-    rows = []
+    rows, compared = [], set()
     for kind in kinds:
         cells = {}
         for method in methods:
             values = corruption_values(scene, method, kind)
             printed = published(settings[method], metric="accuracy", split="in-c", corruption=kind) if values else None
             cells[method] = Cell(tuple(values), printed)
+            compared |= {method} if printed else set()
         found = [f"{cell.mean:.1f}" for cell in cells.values() if cell.values]
         best = max(found, key=float, default="") if len(found) > 1 else ""
         row = [Shown(spoken(kind))]
@@ -147,7 +154,11 @@ def _by_method(scene: Scene, kinds: Sequence[str]) -> Html:
             else:
                 row.append(EMPTY)
         rows.append(row)
-    return table(["shift", *methods], rows)
+    away = {
+        group.label for group in scene.groups
+        if group.unfinished or (group.label in compared and departures(group.settings))
+    }  # fmt: skip
+    return table(["shift", *(f"{method}†" if method in away else method for method in methods)], rows)
 
 
 def _by_severity(scene: Scene, method: str, kinds: Sequence[str], levels: Sequence[int]) -> Html:

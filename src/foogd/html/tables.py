@@ -68,17 +68,21 @@ def grid_table(grid: Grid) -> Html:
     heads.append(h("tr", head("method", words=True), head("detector", words=True, aside=True), names))
     body = []
     for line in grid.lines:
-        mark = h("sup", "†", title="; ".join(line.marks)) if line.marks else None
         # A small screen has no room for a column of detectors: there they stand below the method.
         below = h("small", detector_name(line.detector), class_="below")
+        count = grid.fewer_seeds(line)
         cells = [
             _cell(_measured(cell), first=index in starts) for index, cell in enumerate(line.cells)
         ]  # fmt: skip
         detector = h("td", detector_name(line.detector), class_="words aside")
-        body.append(
-            h("tr", h("th", h("span", line.method), mark, below, scope="row", data_v=line.method), detector, cells)
-        )
+        name = join(marked(line.method, line.footnote), h("small", f" ({count})") if count else None, below)
+        body.append(h("tr", h("th", name, scope="row", data_v=line.method), detector, cells))
     return _scrolling(h("table", h("thead", heads), h("tbody", body), class_="sortable grid-table"))
+
+
+def marked(method: str, footnote: str) -> Html:
+    """A method's name, with a dagger where there is something to say about its numbers."""
+    return join(h("span", method), h("sup", "†", title=footnote) if footnote else None)
 
 
 def _measured(cell: Cell) -> Shown:
