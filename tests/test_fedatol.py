@@ -310,7 +310,7 @@ def test_traffic_is_fedavgs_and_the_generator_once(few, config):
 def test_a_client_whose_update_was_refused_holds_the_generator_all_the_same(few, config, monkeypatch):
     undisturbed = list(simulate(SMALL, few, config))
     module = sys.modules["foogd.simulate"]  # the package has a function of the same name
-    monkeypatch.setattr(module, "refusal", lambda update, server: "no" if update.client == 1 else None)
+    monkeypatch.setattr(module, "refusal", lambda update, *_: "no" if update.client == 1 else None)
     refused = list(simulate(SMALL, few, config))
     assert [set(r.refused) for r in refused] == [{1}] * len(refused)
     assert [r.bytes_down for r in refused] == [r.bytes_down for r in undisturbed]
