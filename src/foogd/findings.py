@@ -365,6 +365,7 @@ def _fewer_seeds(collection: Collection) -> list[str]:
 def headline(collection: Collection) -> str:
     """A title for the whole report."""
     methods = list(dict.fromkeys(group.method for group in collection.groups))
-    data = list(dict.fromkeys(shown(record.settings["data"]) for record in collection.records))
+    # Of a path the name of the file is enough; a function is called file.py:name, a source may have a colon too.
+    data = list(dict.fromkeys(shown(record.settings["data"]).rpartition("/")[2] for record in collection.records))
     what = methods[0] if len(methods) == 1 else f"{len(methods)} methods"
     return f"{what} on {', '.join(data[:3])}" + (" and others" if len(data) > 3 else "")

@@ -60,6 +60,8 @@ def _partition(collection: Collection) -> str:
 def _values(collection: Collection, key: str, words: str) -> str:
     values = {shown(r.settings[key]): r.settings[key] for r in collection.records if key in r.settings}
     found = sorted(values, key=lambda text: sortable(values[text]))
+    if found in (["1"], ["1.0"]):
+        words = words.removesuffix("s")  # 1 round, 1 client
     return words.format(", ".join(found) if len(found) <= 4 else f"{found[0]} … {found[-1]}") if found else ""
 
 
