@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, dropout
 
 from foogd import Config, FedAvg, FedRoD, InputError, simulate
-from foogd.engine.aggregate import Drift, WeightedMean, refusal
+from foogd.engine.aggregate import Drift, WeightedMean, private_refusal, refusal
 from foogd.engine.batches import BatchMaker, epoch_positions
 from foogd.engine.eager import EagerEngine, build_nets
 from foogd.engine.rng import Streams, derive_seed, generator
@@ -251,7 +251,10 @@ def test_private_values_that_are_not_finite_are_not_kept(federation, config):
     start = initial_state(engine)
     result = run_round(engine, start, 0)
     assert set(result.refused) == {0, 1, 2}
-    assert "private values" in result.refused[0]
+    assert "loss 'personal' is nan" in result.refused[0]
+    client = replace(start.clients[0], personal=torch.full_like(start.clients[0].personal, math.nan))
+    assert "private values" in private_refusal(client)
+    assert private_refusal(start.clients[0]) is None
     assert all(torch.isfinite(client.personal).all() for client in result.state.clients)
 
 
