@@ -1,6 +1,7 @@
 """Shared fixtures: a small federation, and one thread so that timings and bits do not depend on the machine."""
 
 import os
+import sys
 from dataclasses import replace
 
 import pytest
@@ -36,3 +37,21 @@ def with_train_indices():
         return replace(federation, train_indices=tuple(indices))
 
     return change
+
+
+@pytest.fixture
+def foogd(monkeypatch, capsys):
+    """The command in this process: exit code, what it printed, what it complained about."""
+    from foogd.cli import main  # not above: the tests of the core run where the command line cannot
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["foogd", *map(str, words)])
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call

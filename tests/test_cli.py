@@ -105,23 +105,6 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def foogd(monkeypatch, capsys):
-    """The command in this process: exit code, what it printed, what it complained about."""
-
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["foogd", *map(str, words)])
-        code = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return call
-
-
-@pytest.fixture
 def run(foogd):
     """A run that must succeed; its folder."""
 

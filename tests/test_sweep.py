@@ -2,12 +2,10 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
-from foogd.cli import main
 from foogd.errors import InputError
 from foogd.evaluate import Row
 from foogd.report import Table
@@ -65,21 +63,6 @@ def here(tmp_path, monkeypatch):
     for name, text in (("mine.py", MINE), ("preset.toml", PRESET), ("sweep.toml", SWEEP)):
         Path(name).write_text(text)
     return tmp_path
-
-
-@pytest.fixture
-def foogd(monkeypatch, capsys):
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["foogd", *map(str, words)])
-        code = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return call
 
 
 def with_its_data(found, out):
