@@ -34,6 +34,7 @@ from foogd.detect import (
     ReAct,
     ScoreEnergy,
     ScoreNorm,
+    ScoreOwn,
     ViM,
     resolve_detector,
 )
@@ -309,11 +310,15 @@ def test_detectors_without_training_passes_need_no_fit() -> None:
 # ---------------------------------------------------------------------------------- detectors that learn from features
 
 
+def one_minus(z: Tensor, classes: Tensor, sigma: float | None = None) -> Tensor:
+    return 1 - z
+
+
 def linear(seed: int = 0) -> Readout:
     """A linear head in float64 with all its weights, and a score."""
     weight = torch.randn(CLASSES, D, generator=stream(seed), dtype=torch.float64) / 4
     bias = torch.randn(CLASSES, generator=stream(seed + 100), dtype=torch.float64)
-    return Readout(lambda z: z @ weight.T + bias, weight, bias, score=lambda z, sigma=None: 1 - z)
+    return Readout(lambda z: z @ weight.T + bias, weight, bias, score=lambda z, sigma=None: 1 - z, class_score=one_minus)
 
 
 def features(n: int, seed: int = 0, readout: Readout | None = None) -> tuple[Output, Tensor]:
@@ -485,6 +490,28 @@ def test_score_energy_joins_the_norm_of_the_score_with_the_energy() -> None:
     np.testing.assert_allclose(level(test, readout).numpy(), wanted, rtol=1e-9)
     with pytest.raises(InputError, match="score network"):
         joined(test, replace(linear(), score=None))
+
+
+def test_score_own_is_score_energy_of_the_clients_own_classes() -> None:
+    (data, labels), (test, _) = features(300), features(50, seed=1)
+    shift = torch.arange(float(CLASSES), dtype=torch.float64)
+
+    def class_score(z: Tensor, classes: Tensor, sigma: float | None = None) -> Tensor:
+        return (z - (shift * classes).sum()) / (sigma or 1.0)
+
+    readout = replace(linear(), score=lambda z, sigma=None: z, class_score=class_score)
+    mine = labels < 2
+    data = Output(data.z[mine], data.logits[mine])
+    fitted = ScoreOwn().fit(ScoreOwn().statistics(data, labels[mine], readout))
+    assert fitted.own is not None
+    assert fitted.own.tolist() == [1.0, 1.0] + [0.0] * (CLASSES - 2)
+    logits, norms = readout.head(test.z)[:, :2].numpy(), np.linalg.norm(test.z.numpy() - 1.0, axis=1)
+    alpha = abs(readout.head(data.z)[:, :2].numpy().max(1).mean()) / np.linalg.norm(data.z.numpy() - 1.0, axis=1).mean()
+    wanted = alpha * norms - np.log(np.exp(logits).sum(1))
+    np.testing.assert_allclose(fitted(test, readout).numpy(), wanted, rtol=1e-9)
+    assert not ScoreOwn().applies(replace(readout, class_score=None))
+    with pytest.raises(InputError, match="knows classes"):
+        fitted(test, replace(readout, class_score=None))
 
 
 def test_vim_has_no_residual_in_the_principal_space() -> None:

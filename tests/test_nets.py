@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from foogd.engine.rng import generator
 from foogd.errors import InputError
-from foogd.nets import BACKBONES, MixtureScore, ResNet18, ScoreNet, SmallCNN, WideResNet, frozen, make_backbone
+from foogd.nets import BACKBONES, AnchoredScore, ResNet18, ScoreNet, SmallCNN, WideResNet, frozen, make_backbone
 from foogd.nets.dropout import Dropout, bind_dropout, own_dropout
 
 SHAPE = (3, 16, 16)
@@ -418,53 +418,101 @@ def test_a_tuple_of_features_is_refused() -> None:
         make_backbone(Pair, SHAPE, generator(3))
 
 
-# The score of a mixture
+# The score that is anchored at one Gaussian a class
 
 
-def mixture(classes: int = 4, width: int = 6) -> MixtureScore:
-    score = MixtureScore(width, classes)
+def anchored(classes: int = 4, width: int = 6, standardise: bool = False) -> AnchoredScore:
+    score = AnchoredScore(width, classes, 16, standardise=standardise)
     with torch.no_grad():
-        score.mean.copy_(2 * torch.randn(classes, width, generator=generator(1)))
-        score.log_var.copy_(0.5 * torch.randn(classes, width, generator=generator(2)))
+        score.anchor_mean.copy_(2 * torch.randn(classes, width, generator=generator(1)))
+        score.anchor_var.copy_((0.5 * torch.randn(classes, width, generator=generator(2))).exp())
     return score
 
 
-@pytest.mark.parametrize("sigma", [0.0, 0.3, 2.0])
-def test_the_mixture_score_is_the_gradient_of_its_log_density(sigma: float) -> None:
-    score = mixture()
-    u = (2 * torch.randn(9, 6, generator=generator(3))).requires_grad_()
+def gaussian_score(score: AnchoredScore, u: Tensor, sigma: float, classes: list[int]) -> Tensor:
+    """The gradient of the log density of the mixture of these classes, by automatic differentiation."""
+    u = u.clone().requires_grad_()
     parts = [
         torch.distributions.Independent(
-            torch.distributions.Normal(mean, (log_var.exp() + sigma**2).sqrt()), 1
+            torch.distributions.Normal(score.anchor_mean[c], (score.anchor_var[c] + sigma**2).sqrt()), 1
         ).log_prob(u)
-        for mean, log_var in zip(score.mean.detach(), score.log_var.detach(), strict=True)
+        for c in classes
     ]
     (wanted,) = torch.autograd.grad(torch.logsumexp(torch.stack(parts), 0).sum(), u)
-    assert torch.allclose(score(u.detach(), sigma), wanted, atol=1e-4)
-    assert torch.allclose(score(u.detach(), torch.full((9,), sigma)), wanted, atol=1e-4)
+    return wanted
+
+
+@pytest.mark.parametrize("sigma", [0.05, 0.3, 2.0])
+def test_before_it_has_learnt_an_anchored_score_is_the_gradient_of_a_mixture(sigma: float) -> None:
+    score, u = anchored(), 2 * torch.randn(9, 6, generator=generator(3))
+    wanted = gaussian_score(score, u, sigma, [0, 1, 2, 3])
+    assert torch.allclose(score(u, sigma), wanted, atol=1e-4)
+    assert torch.allclose(score(u, torch.full((9,), sigma)), wanted, atol=1e-4)
+    assert torch.allclose(score.steadied(u, sigma, 8), wanted, atol=1e-4)
+    some = torch.tensor([1.0, 0.0, 0.0, 1.0])
+    assert torch.allclose(score.steadied(u, sigma, 8, some), gaussian_score(score, u, sigma, [0, 3]), atol=1e-4)
+    score.anchor_known[2] = 0.0
+    assert torch.allclose(score(u, sigma), gaussian_score(score, u, sigma, [0, 1, 3]), atol=1e-4)
 
 
 def test_the_score_given_a_class_is_that_of_its_gaussian() -> None:
-    score, u, y = mixture(), torch.randn(5, 6, generator=generator(4)), torch.tensor([0, 3, 1, 1, 2])
+    score, u, y = anchored(), torch.randn(5, 6, generator=generator(4)), torch.tensor([0, 3, 1, 1, 2])
     sigma = torch.tensor([0.1, 0.5, 1.0, 2.0, 0.2])
-    alone = MixtureScore(6, 1)
     for row in range(5):
-        with torch.no_grad():
-            alone.mean.copy_(score.mean[y[row : row + 1]])
-            alone.log_var.copy_(score.log_var[y[row : row + 1]])
-        wanted = alone(u[row : row + 1], float(sigma[row]))[0]
+        wanted = gaussian_score(score, u[row : row + 1], float(sigma[row]), [int(y[row])])[0]
         assert torch.allclose(score.given(u, sigma, y)[row], wanted, atol=1e-5)
 
 
+@pytest.mark.parametrize("standardise", [False, True])
+def test_anchors_are_the_moments_of_the_classes_however_images_are_divided(standardise: bool) -> None:
+    draw = generator(5)
+    z, y = torch.rand(400, 6, generator=draw) + torch.arange(6), torch.randint(3, (400,), generator=draw)
+    score = AnchoredScore(6, 4, 16, standardise=standardise, log_share=0.1)
+    parts = [score.moments(z[some], y[some]) for some in torch.arange(400).split([130, 1, 269])]
+    score.anchor(*(sum(part[name] for part in parts) for name in ("images", "sum", "square")))
+    u = score.scale(z).double()
+    if standardise:
+        assert torch.allclose(u.mean(0), torch.zeros(6).double(), atol=1e-4)
+        assert torch.allclose(u.var(0, correction=0), torch.ones(6).double(), atol=1e-3)
+    within = torch.stack([u[y == c].var(0, correction=0) * (y == c).sum() for c in range(3)]).sum(0) / 400
+    for c in range(3):
+        n = int((y == c).sum())
+        assert torch.allclose(score.anchor_mean[c].double(), u[y == c].mean(0), atol=1e-4)
+        wanted = (n * u[y == c].var(0, correction=0) + 10 * within) / (n + 10)
+        assert torch.allclose(score.anchor_var[c].double(), wanted, rtol=1e-3)
+    assert score.anchor_known.tolist() == [1, 1, 1, 0]
+
+
+def test_far_from_all_classes_the_anchored_score_grows_and_points_back() -> None:
+    """What a network alone does not promise, and what detection relies on."""
+    score = anchored()
+    for value in score.net.parameters():
+        nn.init.normal_(value, std=0.1, generator=generator(6))
+    direction = nn.functional.normalize(torch.randn(20, 6, generator=generator(7)), dim=1)
+    near, far = score.steadied(30 * direction, 0.5, 8), score.steadied(300 * direction, 0.5, 8)
+    assert (far.norm(dim=1) > 5 * near.norm(dim=1)).all()
+    assert (nn.functional.cosine_similarity(far, -direction) > 0.5).all()
+
+
+def test_what_was_learnt_is_averaged_over_noise_on_both_sides() -> None:
+    score, u = ScoreNet(6, 16, conditioned=True), torch.randn(5, 6, generator=generator(8))
+    assert torch.equal(score.steadied(u, 0.5, 0), score(u, 0.5))
+    many = torch.stack([score(u + 0.5 * torch.randn(6, generator=generator(9 + k)), 0.5) for k in range(600)]).mean(0)
+    assert torch.allclose(score.steadied(u, 0.5, 300), many, atol=0.05)
+    assert not torch.allclose(score.steadied(u, 0.5, 300), score(u, 0.5), atol=0.05)
+    assert torch.equal(score.steadied(u, 0.5, 4)[:2], score.steadied(u[:2], 0.5, 4))
+    nn.init.zeros_(score.net[3].weight)  # a network that says the same everywhere
+    assert torch.allclose(score.steadied(u, 0.5, 4), score(u, 0.5), atol=1e-6)
+
+
 def test_logarithmic_features_keep_their_order_and_sign_and_have_a_finite_slope_at_0() -> None:
-    score = ScoreNet(3, 8, log_share=0.1).train()
-    z = torch.tensor([[-2.0, 0.0, 3.0], [-1.0, 0.5, 4.0]], requires_grad=True)
-    for _ in range(200):
-        score.observe(z)
-    size = float(z.detach().abs().mean())
+    score = ScoreNet(3, 8, log_share=0.1)
+    z = torch.tensor([[-2.0, 0.0, 3.0], [-1.0, 0.5, 4.0], [0.0, 0.0, 0.0]], requires_grad=True)
     u = score.scale(z)
-    wanted = z.detach().sign() * torch.log1p(z.detach().abs() / (0.1 * size))
-    assert torch.allclose(u.detach(), wanted, rtol=1e-4)
-    (slope,) = torch.autograd.grad(u.sum(), z)
+    sizes = z.detach().abs().mean(1, keepdim=True)[:2]
+    wanted = z.detach()[:2].sign() * torch.log1p(z.detach()[:2].abs() / (0.1 * sizes))
+    assert torch.allclose(u.detach()[:2], wanted, rtol=1e-4)
+    assert torch.equal(u.detach()[2], torch.zeros(3))
+    assert torch.allclose(score.scale(7 * z)[:2], u[:2], rtol=1e-4)  # the size of an image's features does not matter
+    (slope,) = torch.autograd.grad(u[:2].sum(), z)
     assert torch.isfinite(slope).all()
-    assert "running_size" not in dict(ScoreNet(3, 8, standardise=True).named_buffers())

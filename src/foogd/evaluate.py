@@ -16,7 +16,7 @@ from .engine.eager import Engine
 from .engine.rng import Streams, generator
 from .methods.base import Method
 from .metrics import Ordered, aupr, auroc, fpr_at_tpr, threshold_at_tpr
-from .simulate import RunState
+from .simulate import RunState, settled
 from .types import ClientState, Context, Output, Readout
 
 
@@ -128,7 +128,7 @@ class Evaluator:
 
     def evaluation(self, state: RunState, *, run: str = "", method: str = "") -> Evaluation:
         """All rows of one state; tests without a sample of a client yield no row for it."""
-        state = self.ready(state)
+        state = self.ready(settled(self._engine, state))
         fitted = self.fitted(state)
         asked = self.asked(state, fitted)
         blank = blank_row(self._config, state.server.round, run, method)

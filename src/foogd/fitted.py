@@ -213,6 +213,56 @@ class ScoreEnergy(Detector):
 
 @final
 @dataclass(frozen=True)
+class ScoreOwn(Detector):
+    """`ScoreEnergy` for the classes that the client itself has: α · ‖s_own(z)‖ − logsumexp over own classes of g.
+
+    A client that trained on few classes asks whether an image is like anything that it has seen, not like anything that
+    anyone has. Images of classes that only others have therefore count as OUT. The moments are those of all clients'
+    images; which classes are its own, and α, never leave the client.
+    """
+
+    description: ClassVar[str] = "score_energy for the classes that the client has"
+    paper: ClassVar[str] = "ours"
+    passes: ClassVar[int] = 1
+    local: ClassVar[bool] = True
+    needs_score: ClassVar[bool] = True
+
+    sigma: float | None = field(
+        default=None, metadata={"gt": 0.0, "help": "noise level; without it the network's own default"}
+    )
+    alpha: float | None = field(default=None, repr=False, compare=False)
+    own: Tensor | None = field(default=None, repr=False, compare=False)
+
+    def applies(self, readout: Readout | None) -> bool:
+        return readout is not None and readout.class_score is not None
+
+    def statistics(self, outputs: Output, y: Tensor, readout: Readout) -> dict[str, Tensor]:
+        logits = linear_logits(outputs, readout).detach().double()
+        own = torch.bincount(y, minlength=logits.shape[1]).clamp_max(1).to(logits)
+        norms = self._norms(outputs.z, own, readout)
+        top = logits[:, own > 0].amax(dim=1)
+        return {"n": norms.new_tensor(float(len(norms))), "max_logit": top.sum(), "norm": norms.sum(), "own": own}
+
+    def fit(self, total: Mapping[str, Tensor]) -> Self:
+        _, top, norm, own = _sums(self, total, "n", "max_logit", "norm", "own")
+        return replace(self, alpha=float(top.abs() / norm) if float(norm) > 0 else 0.0, own=own)
+
+    def _norms(self, z: Tensor, own: Tensor, readout: Readout | None) -> Tensor:
+        if readout is None or readout.class_score is None:
+            raise InputError("score_own needs a score network that knows classes, but the model has none.")
+        s = readout.class_score(z, own) if self.sigma is None else readout.class_score(z, own, self.sigma)
+        norms: Tensor = s.detach().double().norm(dim=1)
+        return norms
+
+    def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
+        alpha, own = _ready(self, self.alpha), _ready(self, self.own)
+        logits = linear_logits(outputs, readout)[:, own.to(outputs.z.device) > 0]
+        scores: Tensor = alpha * self._norms(outputs.z, own, readout) + energy(logits)
+        return scores
+
+
+@final
+@dataclass(frozen=True)
 class KNN(Detector):
     """The distance of z/‖z‖ to its k-th nearest unit feature among the client's own training data.
 

@@ -134,6 +134,37 @@ def round_half_up(value: float) -> int:
     return int(value + 0.5)
 
 
+def surveyed(
+    engine: Engine, server: ServerState, clients: Sequence[ClientState], round: int
+) -> tuple[list[Survey], dict[int, str], int]:
+    """The clients' answers before training that can be used, why the others cannot, and the bytes that were sent."""
+    answers: list[Survey] = []
+    refused: dict[int, str] = {}
+    sent = 0
+    for answer in engine.survey(server, clients, round):
+        if isinstance(answer, Missing):
+            refused[answer.client] = answer.reason
+            continue
+        sent += _bytes(*answer.sums.values())
+        reason = survey_refusal(answer)
+        if reason is None:
+            answers.append(answer)
+        else:
+            refused[answer.client] = reason
+    return answers, refused, sent
+
+
+def settled(engine: Engine, state: RunState) -> RunState:
+    """The state as it is tested: what a method measures at the server's model is measured at this one."""
+    if not engine.method.settles:
+        return state
+    able = sample_clients(state.clients, 1.0, engine.config.seed, state.server.round)
+    answers, _, _ = surveyed(engine, state.server, able, state.server.round)
+    if not answers:
+        return state
+    return replace(state, server=engine.method.settle(state.server, answers, engine.server_nets()))
+
+
 def run_round(engine: Engine, state: RunState, round: int) -> RoundResult:
     """One round: sample, survey, train, check, fold in the order of client ids, aggregate."""
     began = time.perf_counter()
@@ -141,20 +172,10 @@ def run_round(engine: Engine, state: RunState, round: int) -> RoundResult:
     # Engines replace the tensors of a client and never write into them, so a shallow copy keeps the old state.
     clients = {client.id: replace(client) for client in state.clients}
     participants = sample_clients(list(clients.values()), config.participation, config.seed, round)
-    refused: dict[int, str] = {}
-    bytes_up = 0
-    answers = []
-    for answer in engine.survey(server, participants, round):
-        if isinstance(answer, Missing):
-            refused[answer.client] = answer.reason
-            continue
-        bytes_up += _bytes(*answer.sums.values())
-        reason = survey_refusal(answer)
-        if reason is None:
-            answers.append(answer)
-        else:
-            refused[answer.client] = reason
+    answers, refused, bytes_up = surveyed(engine, server, participants, round)
     server = method.begin(server, answers)
+    if answers and method.settles:
+        server = method.settle(server, answers, engine.server_nets())
     bytes_down = 0
     for client in participants:
         bytes_down += _bytes(server.shared, *server.extra.values(), *server.integers.values())

@@ -292,5 +292,9 @@ def _separable_outputs() -> tuple[Output, Tensor, Output, Readout]:
         nearest = torch.cdist(z, means).argmin(1)
         return means[nearest] - z
 
-    readout = Readout(head, weight, bias, score)
+    def class_score(z: Tensor, classes: Tensor, sigma: float | None = None) -> Tensor:
+        some = means[classes > 0]
+        return some[torch.cdist(z, some).argmin(1)] - z
+
+    readout = Readout(head, weight, bias, score, class_score)
     return Output(z_in, head(z_in)), labels, Output(z_out, head(z_out)), readout

@@ -72,6 +72,12 @@ class Score(Protocol):
     def __call__(self, z: Tensor, sigma: float | None = None) -> Tensor: ...
 
 
+class ClassScore(Protocol):
+    """(z, classes) ↦ s(z) of the features of some classes alone; `classes` is 1 for each of them, else 0."""
+
+    def __call__(self, z: Tensor, classes: Tensor, sigma: float | None = None) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class Readout:
     """What a detector may ask of a model besides its output."""
@@ -80,6 +86,7 @@ class Readout:
     weight: Float[Tensor, "classes d"] | None = None  # of the linear head that classifies, where it is linear
     bias: Float[Tensor, " classes"] | None = None
     score: Score | None = None  # None: the method trains no score network
+    class_score: ClassScore | None = None  # None: the score network knows no classes
 
 
 @dataclass(frozen=True)

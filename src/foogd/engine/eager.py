@@ -163,7 +163,8 @@ class EagerEngine:
             ctx = self._arrive(server, client, round)
             self._nets.eval()
             sums: dict[str, Tensor] = {}
-            for indices in torch.split(client.indices.to(self.device), self.config.batch_size):
+            size = self.config.eval_batch if self.method.surveys_samples else self.config.batch_size
+            for indices in torch.split(client.indices.to(self.device), size):
                 batch = self.method.embed(self._nets, self.batches.plain(indices))
                 for name, value in self.method.survey(self._nets, batch, ctx).items():
                     sums[name] = sums[name] + value if name in sums else value

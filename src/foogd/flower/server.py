@@ -38,7 +38,7 @@ from ..runs import (
     write_model,
 )
 from ..settings import read_run_config
-from ..simulate import RoundResult, RunState, initial_state, restore_state, run_round, sample_clients
+from ..simulate import RoundResult, RunState, initial_state, restore_state, run_round, sample_clients, settled
 from ..types import ClientState
 from .engine import EVALUATE, HELLO, LOG, SUMS, FlowerEngine, Post, Reply
 from .messages import BadMessage, Facts, read_sums, sums_arrays, to_record
@@ -332,6 +332,7 @@ class Server:
         engine = self._engine
         engine.evaluate = True
         self._repeats, self._until = self.options.retries, time.monotonic() + self.options.wait_for_nodes
+        state = settled(engine, state)
         sums, unfitted = self._fit(state)
         replies = self._ask_all(EVALUATE, state, sums)
         good = {client: reply for client, reply in replies.items() if not isinstance(reply, str)}

@@ -55,6 +55,16 @@ class Method(ABC):
         return type(self).survey is not Method.survey
 
     @property
+    def surveys_samples(self) -> bool:
+        """Whether the sums of a survey do not depend on how images are put into batches: then batches are large."""
+        return False
+
+    @property
+    def settles(self) -> bool:
+        """Whether surveys set values in the nets: then the model is surveyed once more before it is tested."""
+        return type(self).settle is not Method.settle
+
+    @property
     def adapts(self) -> bool:
         """Whether outputs may depend on earlier test images: where a method has a `predictor` of its own."""
         return type(self).predictor is not Method.predictor
@@ -135,6 +145,10 @@ class Method(ABC):
 
     def begin(self, server: ServerState, surveys: Sequence[Survey]) -> ServerState:
         """The server's step between the surveys and the training of the same round."""
+        return server
+
+    def settle(self, server: ServerState, surveys: Sequence[Survey], nets: ServerNets) -> ServerState:
+        """The server with what the surveys set in its nets, before training and before a test."""
         return server
 
     def first_view(self, x: Tensor, rng: Rng) -> Tensor:

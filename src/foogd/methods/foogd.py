@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any, ClassVar, final
 
 import torch
@@ -19,9 +20,10 @@ from ..data.augment import fourier_mix_released
 from ..engine.arena import ServerNets
 from ..engine.rng import with_seed
 from ..functional import dsm, dsm_noise_target, ksd, ksd_released, langevin, median_bandwidth, mmd
-from ..nets.score import MixtureScore, ScoreNet, ScoreNetwork, frozen
+from ..nets.score import AnchoredScore, ScoreNet, ScoreNetwork, frozen
 from ..types import (
     Batch,
+    ClassScore,
     Context,
     Nets,
     Optimiser,
@@ -45,17 +47,18 @@ class FOOGD(Method):
 
     base: Method = field(default_factory=FedAvg)
     lambda_m: float = field(default=0.5, metadata={"ge": 0.0, "le": 1.0, "help": "MMD share of the score loss, Eq. 8"})
-    lambda_a: float = field(default=0.05, metadata={"ge": 0.0, "help": "weight of sigma^ksd_power KSD, Eq. 12"})
+    lambda_a: float = field(default=0.01, metadata={"ge": 0.0, "help": "weight of sigma^ksd_power KSD, Eq. 12"})
     ce_on: str = field(default="both", metadata={"choices": ("ori", "both"), "help": "which views the base loss sees"})
     train_base: bool = field(default=True, metadata={"help": "false: only the score network learns"})
 
     score_net: str = field(
-        default="mlp", metadata={"choices": ("mlp", "mixture"), "help": "mixture: one Gaussian a class, exact in sigma"}
+        default="anchored",
+        metadata={"choices": ("anchored", "mlp"), "help": "anchored: one Gaussian a class, and a network for the rest"},
     )
     score_width: int = field(default=1024, metadata={"ge": 1, "help": "hidden width of the score network"})
     standardise: bool = field(default=True, metadata={"help": "score in the space of standardised features"})
     log_share: float = field(
-        default=0.0, metadata={"ge": 0.0, "help": "c/size where features enter as log(1 + |z|/c); 0: as they are"}
+        default=0.1, metadata={"ge": 0.0, "help": "c/size where features enter as log(1 + |z|/c); 0: as they are"}
     )
     conditioned: bool = field(default=True, metadata={"help": "the score network knows its noise level"})
     score_features: str = field(
@@ -63,8 +66,9 @@ class FOOGD(Method):
     )
     joint_views: bool = field(default=True, metadata={"help": "both views in one pass, sharing BN statistics"})
 
-    sigma: float = field(default=0.1, metadata={"gt": 0.0, "help": "noise level of KSD, Langevin and detection"})
-    sigma_min: float = field(default=0.01, metadata={"gt": 0.0, "help": "smallest noise level of the ladder"})
+    sigma: float = field(default=0.5, metadata={"gt": 0.0, "help": "noise level of KSD, Langevin and detection"})
+    draws: int = field(default=8, metadata={"ge": 0, "help": "pairs of noise that detection averages over; 0: none"})
+    sigma_min: float = field(default=0.1, metadata={"gt": 0.0, "help": "smallest noise level of the ladder"})
     sigma_max: float = field(default=1.0, metadata={"gt": 0.0, "help": "largest noise level of the ladder"})
     sigma_levels: int = field(default=10, metadata={"ge": 1, "help": "levels of the ladder; 1: `sigma` alone"})
     dsm_target: str = field(
@@ -115,12 +119,15 @@ class FOOGD(Method):
 
     def score_network(self, width: int, num_classes: int) -> ScoreNetwork:
         """A fresh score network for features of this width."""
-        if self.score_net == "mixture":
-            return MixtureScore(width, num_classes, standardise=self.standardise, log_share=self.log_share)
-        return ScoreNet(
-            width, self.score_width, conditioned=self.conditioned, standardise=self.standardise,
-            log_share=self.log_share,
-        )  # fmt: skip
+        how = self.conditioned, self.standardise, self.log_share
+        if self.anchored:
+            return AnchoredScore(width, num_classes, self.score_width, *how)
+        return ScoreNet(width, self.score_width, *how)
+
+    @property
+    def anchored(self) -> bool:
+        """Whether moments of each class are measured before each round and each test."""
+        return self.score_net == "anchored"
 
     def optimiser(self, group: str, default: Optimiser) -> Optimiser:
         if group != "score":
@@ -195,12 +202,12 @@ class FOOGD(Method):
     def sm3d(self, score: ScoreNetwork, u: Tensor, y: Tensor, ctx: Context) -> Tensor:
         """(1 - lambda_m)·DSM + lambda_m·MMD, Eq. 8, on features in the score network's space.
 
-        A network that knows the classes learns each from its own features: samples of classes that a client does not
-        have would otherwise be pulled towards those that it has.
+        Where the score network knows classes, samples are of those of the batch: samples of classes that a client does
+        not have would be pulled towards those that it has.
         """
         terms = []
         if self.lambda_m < 1:
-            terms.append((1 - self.lambda_m) * self.denoising(score, u, y, ctx.rng))
+            terms.append((1 - self.lambda_m) * self.denoising(score, u, ctx.rng))
         if self.lambda_m > 0:
             start = torch.randn(u.shape, generator=ctx.rng("langevin"), device=u.device, dtype=u.dtype)
             stream = ctx.rng("langevin")
@@ -215,7 +222,7 @@ class FOOGD(Method):
             total = total + term
         return total
 
-    def denoising(self, score: ScoreNetwork, u: Tensor, y: Tensor, rng: Rng) -> Tensor:
+    def denoising(self, score: ScoreNetwork, u: Tensor, rng: Rng) -> Tensor:
         """The DSM loss, Eq. 4, over the ladder of noise levels: ½ sigma^p ‖s(u + sigma v, sigma) + v/sigma‖²."""
         sigma: Tensor | float = self.sigma
         if self.sigma_levels > 1:
@@ -230,9 +237,9 @@ class FOOGD(Method):
             sigma = ladder[level]
         if self.dsm_target == "noise":
             return dsm_noise_target(
-                lambda v: score.given(v, sigma, y), u, sigma=sigma, rng=rng("dsm"), power=self.anneal_power
+                lambda v: score(v, sigma), u, sigma=sigma, rng=rng("dsm"), power=self.anneal_power
             )
-        return dsm(lambda v: score.given(v, sigma, y), u, sigma=sigma, rng=rng("dsm"), power=self.anneal_power)
+        return dsm(lambda v: score(v, sigma), u, sigma=sigma, rng=rng("dsm"), power=self.anneal_power)
 
     def clean_features(self, nets: Nets, batch: Batch) -> Tensor:
         """The features that the score network learns; by default of an eval pass, as detection will see them.
@@ -256,21 +263,74 @@ class FOOGD(Method):
         assert isinstance(score, ScoreNetwork)
 
         def at(z: Tensor, sigma: float | None = None) -> Tensor:
-            out: Tensor = score(score.scale(z), self.sigma if sigma is None else sigma)
-            return out
+            return score.steadied(score.scale(z), self.sigma if sigma is None else sigma, self.draws)
+
+        return at
+
+    def class_score_of(self, nets: Nets) -> ClassScore | None:
+        """The same for some classes alone, where the score network knows classes."""
+        score = nets["score"]
+        if not isinstance(score, AnchoredScore):
+            return None
+
+        def at(z: Tensor, classes: Tensor, sigma: float | None = None) -> Tensor:
+            return score.steadied(score.scale(z), self.sigma if sigma is None else sigma, self.draws, classes.to(z))
 
         return at
 
     def readout(self, nets: Nets) -> Readout:
-        return replace(self.base.readout(nets), score=self.score_of(nets))
+        return self._with_scores(self.base.readout(nets), nets)
 
     def generic_readout(self, nets: Nets) -> Readout:
-        return replace(self.base.generic_readout(nets), score=self.score_of(nets))
+        return self._with_scores(self.base.generic_readout(nets), nets)
 
-    # The rest is the base method's.
+    def _with_scores(self, readout: Readout, nets: Nets) -> Readout:
+        return replace(readout, score=self.score_of(nets), class_score=self.class_score_of(nets))
+
+    # Moments of the classes, where the score network is anchored; they are asked for beside what the base asks.
     @property
     def surveys(self) -> bool:
+        return self.anchored or self._base_surveys
+
+    @property
+    def _base_surveys(self) -> bool:
         return self.base.surveys and self.train_base
+
+    @property
+    def surveys_samples(self) -> bool:
+        return self.base.surveys_samples if self._base_surveys else True
+
+    @property
+    def settles(self) -> bool:
+        return self.anchored or self.base.settles
+
+    def survey(self, nets: Nets, batch: Batch, ctx: Context) -> dict[str, Tensor]:
+        sums = self.base.survey(nets, batch, ctx) if self._base_surveys else {}
+        score = nets["score"]
+        if isinstance(score, AnchoredScore):
+            sums |= {f"score.{name}": value for name, value in score.moments(batch.features, batch.y).items()}
+        return sums
+
+    def begin(self, server: ServerState, surveys: Sequence[Survey]) -> ServerState:
+        return self.base.begin(server, surveys if self._base_surveys else ())
+
+    def settle(self, server: ServerState, surveys: Sequence[Survey], nets: ServerNets) -> ServerState:
+        if self.base.settles:
+            server = self.base.settle(server, surveys, nets)
+        if not self.anchored:
+            return server
+        found = nets.load(server)
+        score = found["score"]
+        assert isinstance(score, AnchoredScore)
+        # In the order of clients: a fold, like the mean of the rows.
+        images, total, square = (
+            reduce(torch.add, [answer.sums[f"score.{name}"] for answer in surveys])
+            for name in ("images", "sum", "square")
+        )
+        score.anchor(images, total, square)
+        return nets.store(server, found)
+
+    # The rest is the base method's.
 
     @property
     def adapts(self) -> bool:
@@ -328,12 +388,6 @@ class FOOGD(Method):
     def init_server(self, nets: Nets, rng: Rng) -> dict[str, Tensor]:
         return self.base.init_server(nets, rng)
 
-    def survey(self, nets: Nets, batch: Batch, ctx: Context) -> dict[str, Tensor]:
-        return self.base.survey(nets, batch, ctx)
-
-    def begin(self, server: ServerState, surveys: Sequence[Survey]) -> ServerState:
-        return self.base.begin(server, surveys)
-
     def finish(self, nets: Nets, batches: Iterable[Batch], ctx: Context) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         return self.base.finish(nets, batches, ctx)
 
@@ -361,8 +415,13 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
     # The text as printed: cross-entropy on originals (Alg. 3), one sigma, one Gaussian kernel, raw features, DSM
     # without a weight (Eq. 4). Sigma and the Langevin step are not printed; 0.1 is our choice.
     "paper": {
+        "lambda_a": 0.05,
         "ce_on": "ori",
+        "score_net": "mlp",
         "standardise": False,
+        "log_share": 0.0,
+        "sigma": 0.1,
+        "draws": 0,
         "conditioned": False,  # with one sigma, s(z, sigma) is a function of z
         "sigma_levels": 1,
         "anneal_power": 0.0,
@@ -380,7 +439,12 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
         "lambda_m": 0.0,
         "lambda_a": 0.0,
         "ce_on": "both",
+        "score_net": "mlp",
         "standardise": False,
+        "log_share": 0.0,
+        "sigma": 0.1,
+        "sigma_min": 0.01,
+        "draws": 0,
         "conditioned": False,
         "score_features": "train",
         "sigma_levels": 100,

@@ -15,16 +15,16 @@ from .cnn import SmallCNN
 from .dropout import Dropout, bind_dropout, own_dropout
 from .generator import FeatureGenerator, ImageDiscriminator, ImageGenerator
 from .resnet import ResNet18
-from .score import MixtureScore, ScoreNet, ScoreNetwork, frozen
+from .score import AnchoredScore, ScoreNet, ScoreNetwork, frozen
 from .wrn import WideResNet
 
 __all__ = [
     "BACKBONES",
+    "AnchoredScore",
     "Dropout",
     "FeatureGenerator",
     "ImageDiscriminator",
     "ImageGenerator",
-    "MixtureScore",
     "ResNet18",
     "ScoreNet",
     "ScoreNetwork",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -16,20 +17,21 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 MOMENTUM = 0.1  # as in batch normalisation
+LEAN = 10.0  # images
+UNKNOWN = -1e30  # a log density that no class can have; -inf would be nan where no class is known
 
 
 class ScoreNetwork(nn.Module, ABC):
     """What FOOGD asks of a score network: s(u, σ) in a space of its own, and the way from features z to that space.
 
-    With `log_share` features are first compressed to sign(z)·log(1 + |z|/c), where c is this share of their mean
-    size: features behind a ReLU are skewed, and what is unusual about an input often shows in channels that are almost
-    silent. With `standardise` they are then shifted and scaled. The statistics are float buffers, which travel and are
-    averaged like those of batch normalisation; a space that needs none has none.
+    With `log_share` features first become sign(z)·log(1 + |z|/c), where c is this share of the mean size of the same
+    image's features: features behind a ReLU are skewed, and what is unusual about an input often shows in channels that
+    are almost silent. With `standardise` they are then shifted and scaled. The statistics are float buffers, which
+    travel and are averaged like those of batch normalisation; a space that needs none has none.
     """
 
     running_mean: Tensor
     running_var: Tensor
-    running_size: Tensor
 
     def __init__(self, feature_width: int, standardise: bool = False, log_share: float = 0.0) -> None:
         super().__init__()
@@ -37,8 +39,6 @@ class ScoreNetwork(nn.Module, ABC):
         if standardise:
             self.register_buffer("running_mean", torch.zeros(feature_width))
             self.register_buffer("running_var", torch.ones(feature_width))
-        if log_share > 0:
-            self.register_buffer("running_size", torch.ones(()))
 
     @abstractmethod
     def forward(
@@ -46,38 +46,47 @@ class ScoreNetwork(nn.Module, ABC):
     ) -> Float[Tensor, "b d"]:
         """The score at points of the network's space, of the density that noise of level sigma has smoothed."""
 
+    @abstractmethod
     def given(
         self, z: Float[Tensor, "b d"], sigma: float | Float[Tensor, " b"], y: Int[Tensor, " b"]
     ) -> Float[Tensor, "b d"]:
         """The score of the features of class y; of all features, where a network knows no classes."""
-        out: Tensor = self(z, sigma)
-        return out
+
+    @abstractmethod
+    def steadied(
+        self, z: Float[Tensor, "b d"], sigma: float, draws: int, classes: Float[Tensor, " c"] | None = None
+    ) -> Float[Tensor, "b d"]:
+        """The score at clean points, for detection: what was learnt is averaged over `draws` pairs of noise ±σv.
+
+        Denoising score matching at level σ shows a network noisy points alone, and what it says at a clean point is a
+        guess. `classes` (1: known) leaves other classes out, where a network knows classes.
+        """
 
     @torch.no_grad()
     def observe(self, z: Float[Tensor, "b d"]) -> None:
         """Move the running statistics towards those of a batch; nothing happens in eval mode."""
-        if not self.training:
-            return
-        if self.log_share > 0:
-            self.running_size.lerp_(z.abs().mean(), MOMENTUM)
-        if self.standardise:
-            z = self._compressed(z)
+        if self.training and self.standardise:
+            z = self.compressed(z)
             self.running_mean.lerp_(z.mean(0), MOMENTUM)
             self.running_var.lerp_(z.var(0, correction=0), MOMENTUM)
 
-    def _compressed(self, z: Tensor) -> Tensor:
+    def compressed(self, z: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
+        """The features on their logarithmic scale, where there is one."""
         if self.log_share == 0:
             return z
-        return z.sign() * torch.log1p(z.abs() / (self.log_share * self.running_size + 1e-12))
+        size = z.abs().mean(1, keepdim=True)
+        return z.sign() * torch.log1p(z.abs() / (self.log_share * size + 1e-12))
 
     def scale(self, z: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
         """The features in the network's space, by the running statistics, which are constants here."""
-        z = self._compressed(z)
-        if not self.standardise:
-            return z
+        return self._standardised(self.compressed(z))
+
+    def _standardised(self, u: Tensor) -> Tensor:
+        return (u - self.running_mean) / self._size() if self.standardise else u
+
+    def _size(self) -> Tensor:
         # Features that are almost always 0 would blow up, so no variance counts as less than 1 % of the mean one.
-        var = torch.maximum(self.running_var, 0.01 * self.running_var.mean())
-        return (z - self.running_mean) / torch.sqrt(var + 1e-12)
+        return torch.sqrt(torch.maximum(self.running_var, 0.01 * self.running_var.mean()) + 1e-12)
 
 
 @final
@@ -94,66 +103,163 @@ class ScoreNet(ScoreNetwork):
     ) -> None:
         super().__init__(feature_width, standardise, log_share)
         self.conditioned = conditioned
-        self.net = nn.Sequential(
-            nn.Linear(feature_width + conditioned, width),
-            nn.LayerNorm(width),
-            nn.ELU(),
-            nn.Linear(width, feature_width),
-        )
+        self.net = two_layers(feature_width, width, conditioned)
 
     def forward(
         self, z: Float[Tensor, "b d"], sigma: float | Float[Tensor, " b"] | None = None
     ) -> Float[Tensor, "b d"]:
-        out: Tensor
-        if not self.conditioned:
-            out = self.net(z)
-            return out
-        if sigma is None:
-            raise ValueError("this score network is conditioned on the noise level: give it a sigma")
-        if isinstance(sigma, Tensor):
-            level = sigma.to(z).reshape(-1, 1).expand(len(z), 1)
-            out = self.net(torch.cat([z, level.log()], 1)) / level
-            return out
-        # A filled tensor, not a converted number: copies from the host are not allowed while a CUDA graph is recorded.
-        out = self.net(torch.cat([z, z.new_full((len(z), 1), math.log(sigma))], 1)) / sigma
+        return conditional(self.net, z, sigma, self.conditioned)
+
+    def given(
+        self, z: Float[Tensor, "b d"], sigma: float | Float[Tensor, " b"], y: Int[Tensor, " b"]
+    ) -> Float[Tensor, "b d"]:
+        out: Tensor = self(z, sigma)
         return out
+
+    def steadied(
+        self, z: Float[Tensor, "b d"], sigma: float, draws: int, classes: Float[Tensor, " c"] | None = None
+    ) -> Float[Tensor, "b d"]:
+        return averaged(lambda u: self(u, sigma), z, sigma, draws)
 
 
 @final
-class MixtureScore(ScoreNetwork):
-    """The score of a mixture of one Gaussian a class, N(μ_c, diag(v_c) + σ²I), all classes with the same weight.
+class AnchoredScore(ScoreNetwork):
+    """The score of one Gaussian a class, N(μ_c, diag(v_c) + σ²I), all known classes with the same weight, plus a
+    network that learns what they lack: s(u, σ) = Σ_c w_c(u) (μ_c − u)/(v_c + σ²) + net(u, σ).
 
-    s(u, σ) = Σ_c w_c(u) (μ_c − u)/(v_c + σ²), where w_c is the probability of the class at u. Noise of any level is
-    exact, the field is a gradient, and far from all classes its norm grows with the distance.
+    Where no training feature lies, a network alone says anything; the Gaussians' score grows with the distance there.
+    Their moments are not learnt but measured (`anchor`), at the model of the server and over all clients' images. The
+    network starts at 0.
     """
 
+    anchor_mean: Tensor
+    anchor_var: Tensor
+    anchor_known: Tensor
+
     def __init__(
-        self, feature_width: int, classes: int, standardise: bool = False, log_share: float = 0.0
+        self,
+        feature_width: int,
+        classes: int,
+        width: int = 1024,
+        conditioned: bool = True,
+        standardise: bool = False,
+        log_share: float = 0.0,
     ) -> None:
         super().__init__(feature_width, standardise, log_share)
-        self.mean = nn.Parameter(torch.zeros(classes, feature_width))
-        self.log_var = nn.Parameter(torch.zeros(classes, feature_width))
+        self.conditioned = conditioned
+        self.net = two_layers(feature_width, width, conditioned)
+        for value in self.net[3].parameters():
+            nn.init.zeros_(value)
+        self.register_buffer("anchor_mean", torch.zeros(classes, feature_width))
+        self.register_buffer("anchor_var", torch.ones(classes, feature_width))
+        self.register_buffer("anchor_known", torch.ones(classes))
+
+    @torch.no_grad()
+    def moments(self, z: Float[Tensor, "b d"], y: Int[Tensor, " b"]) -> dict[str, Tensor]:
+        """What a batch of features adds to the sums that `anchor` gets: images, sums and squares of each class."""
+        u = self.compressed(z).double()
+        of_class = nn.functional.one_hot(y, len(self.anchor_known)).double().T
+        return {"images": of_class.sum(1), "sum": of_class @ u, "square": of_class @ u.square()}
+
+    @torch.no_grad()
+    def anchor(
+        self, images: Float[Tensor, " c"], total: Float[Tensor, "c d"], square: Float[Tensor, "c d"]
+    ) -> None:
+        """Set space and Gaussians by sums over all training features. A class without images becomes unknown.
+
+        The variance of a class with few images leans on that of all classes, as if `LEAN` of its images had that one.
+        """
+        n, some = images.sum(), images[:, None].clamp_min(1.0)
+        mean = total / some
+        spread = (square / some - mean.square()).clamp_min(0.0)
+        within = (images[:, None] * spread).sum(0) / n
+        var = (images[:, None] * spread + LEAN * within) / (images[:, None] + LEAN)
+        if self.standardise:
+            centre = total.sum(0) / n
+            self.running_mean.copy_(centre)
+            self.running_var.copy_((square.sum(0) / n - centre.square()).clamp_min(0.0))
+            mean, var = self._standardised(mean), var / self._size().square()
+        self.anchor_mean.copy_(torch.where(images[:, None] > 0, mean, 0.0))
+        # A feature that never changes within its class would pull without end.
+        self.anchor_var.copy_(var.clamp_min(1e-4))
+        self.anchor_known.copy_(images > 0)
+
+    def observe(self, z: Float[Tensor, "b d"]) -> None:
+        """Nothing: the space belongs to the Gaussians, and is measured with them."""
 
     def forward(
         self, z: Float[Tensor, "b d"], sigma: float | Float[Tensor, " b"] | None = None
     ) -> Float[Tensor, "b d"]:
-        if isinstance(sigma, Tensor):
-            var = self.log_var.exp() + sigma.to(z).square().reshape(-1, 1, 1)
-            pull = (self.mean - z[:, None]) / var
-            log_density = -0.5 * (pull * (self.mean - z[:, None]) + var.log()).sum(2)
-            return (torch.softmax(log_density, 1)[:, :, None] * pull).sum(1)
-        # One noise level for all points: three matrix products, and no array of points × classes × features.
-        var = self.log_var.exp() + (sigma or 0.0) ** 2
-        pulled, ease = self.mean / var, 1 / var
-        constant = (self.mean * pulled + var.log()).sum(1)
-        weight = torch.softmax(z @ pulled.T - 0.5 * (z.square() @ ease.T + constant), 1)
-        return weight @ pulled - z * (weight @ ease)
+        return self._pull(z, 0.0 if sigma is None else sigma) + self._learnt(z, sigma)
 
     def given(
         self, z: Float[Tensor, "b d"], sigma: float | Float[Tensor, " b"], y: Int[Tensor, " b"]
     ) -> Float[Tensor, "b d"]:
         square = sigma.to(z).square().reshape(-1, 1) if isinstance(sigma, Tensor) else sigma**2
-        return (self.mean[y] - z) / (self.log_var[y].exp() + square)
+        return (self.anchor_mean[y] - z) / (self.anchor_var[y] + square) + self._learnt(z, sigma)
+
+    def steadied(
+        self, z: Float[Tensor, "b d"], sigma: float, draws: int, classes: Float[Tensor, " c"] | None = None
+    ) -> Float[Tensor, "b d"]:
+        return self._pull(z, sigma, classes) + averaged(lambda u: self._learnt(u, sigma), z, sigma, draws)
+
+    def _learnt(self, z: Tensor, sigma: float | Tensor | None) -> Tensor:
+        return conditional(self.net, z, sigma, self.conditioned)
+
+    def _pull(self, z: Tensor, sigma: float | Tensor, classes: Tensor | None = None) -> Tensor:
+        """The score of the Gaussians alone."""
+        known = self.anchor_known if classes is None else self.anchor_known * classes
+        missing = (1 - known) * UNKNOWN
+        if isinstance(sigma, Tensor):
+            var = self.anchor_var + sigma.to(z).square().reshape(-1, 1, 1)
+            pull = (self.anchor_mean - z[:, None]) / var
+            log_density = -0.5 * (pull * (self.anchor_mean - z[:, None]) + var.log()).sum(2)
+            return (torch.softmax(log_density + missing, 1)[:, :, None] * pull).sum(1)
+        # One noise level for all points: three matrix products, and no array of points × classes × features.
+        var = self.anchor_var + sigma**2
+        pulled, ease = self.anchor_mean / var, 1 / var
+        constant = (self.anchor_mean * pulled + var.log()).sum(1)
+        weight = torch.softmax(z @ pulled.T - 0.5 * (z.square() @ ease.T + constant) + missing, 1)
+        return weight @ pulled - z * (weight @ ease)
+
+
+def two_layers(feature_width: int, width: int, conditioned: bool) -> nn.Sequential:
+    """The network of the paper: Linear-LayerNorm-ELU-Linear, with one more input where it knows its noise level."""
+    return nn.Sequential(
+        nn.Linear(feature_width + conditioned, width), nn.LayerNorm(width), nn.ELU(), nn.Linear(width, feature_width)
+    )
+
+
+def conditional(
+    net: nn.Module, z: Float[Tensor, "b d"], sigma: float | Float[Tensor, " b"] | None, conditioned: bool
+) -> Float[Tensor, "b d"]:
+    """net(z), or net(z, log σ)/σ where it knows its noise level."""
+    out: Tensor
+    if not conditioned:
+        out = net(z)
+        return out
+    if sigma is None:
+        raise ValueError("this score network is conditioned on the noise level: give it a sigma")
+    if isinstance(sigma, Tensor):
+        level = sigma.to(z).reshape(-1, 1).expand(len(z), 1)
+        out = net(torch.cat([z, level.log()], 1)) / level
+        return out
+    # A filled tensor, not a converted number: copies from the host are not allowed while a CUDA graph is recorded.
+    out = net(torch.cat([z, z.new_full((len(z), 1), math.log(sigma))], 1)) / sigma
+    return out
+
+
+def averaged(
+    learnt: Callable[[Tensor], Tensor], z: Float[Tensor, "b d"], sigma: float, draws: int
+) -> Float[Tensor, "b d"]:
+    """The mean of `learnt` over `draws` pairs of noise ±σv, the same for all points and always; at z itself for 0."""
+    if draws == 0:
+        return learnt(z)
+    noise = sigma * torch.randn(draws, z.shape[1], generator=torch.Generator().manual_seed(0)).to(z)
+    total = torch.zeros_like(z)
+    for v in noise:
+        total = total + learnt(z + v) + learnt(z - v)
+    return total / (2 * draws)
 
 
 def frozen(score: ScoreNetwork) -> Score:
