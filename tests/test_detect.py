@@ -61,7 +61,7 @@ def model() -> Readout:
     def score(z: Tensor, sigma: float | None = None) -> Tensor:
         return -z / (1 + (sigma or 0.0) ** 2)
 
-    return Readout(lambda z: z @ weight.T, weight, torch.zeros(CLASSES), score)
+    return Readout(lambda z: z @ weight.T, weight, torch.zeros(CLASSES), score, lambda z, classes, sigma=None: score(z))
 
 
 def outputs(n: int = 60, seed: int = 0) -> Output:
@@ -249,9 +249,9 @@ def test_score_norm_asks_for_its_noise_level() -> None:
 def test_detectors_say_whether_they_apply() -> None:
     plain = Readout(model().head)
     lacking = {name for name, detector in DETECTORS.items() if not detector.applies(plain)}
-    assert lacking == {"score_norm", "score_energy", "dice", "vim"}
+    assert lacking == {"score_norm", "score_energy", "score_own", "dice", "vim"}
     assert all(d.applies(model()) for d in DETECTORS.values())
-    heads = {"score_norm", "score_energy", "ash", "ash_p", "ash_s", "react", "dice", "vim"}
+    heads = {"score_norm", "score_energy", "score_own", "ash", "ash_p", "ash_s", "react", "dice", "vim"}
     assert {name for name, d in DETECTORS.items() if not d.applies(None)} == heads
     for readout in (None, plain):
         with pytest.raises(InputError, match="score network"):
@@ -267,14 +267,14 @@ def test_detectors_say_whether_they_apply() -> None:
 def test_every_detector_describes_itself() -> None:
     assert list(DETECTORS) == [
         "msp", "max_logit", "energy", "ash", "ash_p", "ash_s", "react", "dice", "vim", "knn", "mahalanobis",
-        "gradnorm", "score_norm", "score_energy", "gaussian",
+        "gradnorm", "score_norm", "score_energy", "score_own", "gaussian",
     ]  # fmt: skip
     for detector in DETECTORS.values():
         assert detector.description
         assert "\n" not in detector.description
         assert detector.paper
         assert detector.passes >= 0
-        assert detector.local == isinstance(detector, KNN)
+        assert detector.local == isinstance(detector, KNN | ScoreOwn)
         learnt = [f.name for f in fields(detector) if "help" not in f.metadata]
         assert bool(learnt) == bool(detector.passes)
         assert all(getattr(detector, name) is None for name in learnt)
@@ -318,7 +318,7 @@ def linear(seed: int = 0) -> Readout:
     """A linear head in float64 with all its weights, and a score."""
     weight = torch.randn(CLASSES, D, generator=stream(seed), dtype=torch.float64) / 4
     bias = torch.randn(CLASSES, generator=stream(seed + 100), dtype=torch.float64)
-    return Readout(lambda z: z @ weight.T + bias, weight, bias, score=lambda z, sigma=None: 1 - z, class_score=one_minus)
+    return Readout(lambda z: z @ weight.T + bias, weight, bias, lambda z, sigma=None: 1 - z, one_minus)
 
 
 def features(n: int, seed: int = 0, readout: Readout | None = None) -> tuple[Output, Tensor]:
@@ -398,7 +398,7 @@ def test_poor_training_features_give_finite_scores(detector: Detector, damage) -
     readout, (data, _), (test, _) = linear(), features(60), features(20, seed=1)
     for dtype in (torch.float32, torch.float64):
         z, weight, bias = damage(data.z).to(dtype), readout.weight.to(dtype), readout.bias.to(dtype)
-        head = Readout(lambda z, w=weight, b=bias: z @ w.T + b, weight, bias, lambda z, sigma=None: 1 - z)
+        head = Readout(lambda z, w=weight, b=bias: z @ w.T + b, weight, bias, lambda z, sigma=None: 1 - z, one_minus)
         y = torch.arange(len(z)) % (CLASSES - 1)  # nobody has the last class
         learnt, _ = totals(detector, [(Output(z, head.head(z)), y, head)])
         for scale in (0.0, 1.0, 1e4):
@@ -409,7 +409,7 @@ def test_poor_training_features_give_finite_scores(detector: Detector, damage) -
 @pytest.mark.parametrize("detector", learning_detectors(), ids=name_of)
 def test_a_model_that_has_diverged_scores_nan_and_does_not_stop_the_evaluation(detector: Detector) -> None:
     z, weight = torch.full((8, D), math.nan), torch.full((CLASSES, D), math.nan)
-    readout = Readout(lambda z: z @ weight.T, weight, weight[:, 0], lambda z, sigma=None: -z)
+    readout = Readout(lambda z: z @ weight.T, weight, weight[:, 0], lambda z, sigma=None: -z, lambda z, own: -z)
     data = Output(z, readout.head(z))
     learnt, _ = totals(detector, [(data, torch.zeros(8, dtype=torch.long), readout)])
     assert learnt(data, readout).isnan().all()

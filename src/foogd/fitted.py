@@ -240,7 +240,7 @@ class ScoreOwn(Detector):
         logits = linear_logits(outputs, readout).detach().double()
         own = torch.bincount(y, minlength=logits.shape[1]).clamp_max(1).to(logits)
         norms = self._norms(outputs.z, own, readout)
-        top = logits[:, own > 0].amax(dim=1)
+        top = logits.masked_fill(own == 0, -torch.inf).amax(dim=1)
         return {"n": norms.new_tensor(float(len(norms))), "max_logit": top.sum(), "norm": norms.sum(), "own": own}
 
     def fit(self, total: Mapping[str, Tensor]) -> Self:

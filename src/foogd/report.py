@@ -19,6 +19,7 @@ NAMES = {
     "max_logit": "max logit",
     "score_norm": "score norm",
     "score_energy": "score + energy",
+    "score_own": "score + energy, own classes",
     "ash": "ASH-B",
     "ash_p": "ASH-P",
     "ash_s": "ASH-S",

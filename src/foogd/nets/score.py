@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 MOMENTUM = 0.1  # as in batch normalisation
 LEAN = 10.0  # images
+LOG_FLOOR = 0.25  # smallest variance of a logarithm that is scaled up
 UNKNOWN = -1e30  # a log density that no class can have; -inf would be nan where no class is known
 
 
@@ -85,8 +86,10 @@ class ScoreNetwork(nn.Module, ABC):
         return (u - self.running_mean) / self._size() if self.standardise else u
 
     def _size(self) -> Tensor:
-        # Features that are almost always 0 would blow up, so no variance counts as less than 1 % of the mean one.
-        return torch.sqrt(torch.maximum(self.running_var, 0.01 * self.running_var.mean()) + 1e-12)
+        # Features that are almost always 0 would blow up, so no variance counts as less than 1 % of the mean one. A
+        # logarithm has a unit of its own, and differences that are small in it are not made large.
+        floor = torch.clamp_min(0.01 * self.running_var.mean(), LOG_FLOOR if self.log_share > 0 else 1e-12)
+        return torch.sqrt(torch.maximum(self.running_var, floor))
 
 
 @final
@@ -209,7 +212,7 @@ class AnchoredScore(ScoreNetwork):
     def _pull(self, z: Tensor, sigma: float | Tensor, classes: Tensor | None = None) -> Tensor:
         """The score of the Gaussians alone."""
         known = self.anchor_known if classes is None else self.anchor_known * classes
-        missing = (1 - known) * UNKNOWN
+        missing = torch.where(known > 0.5, 0.0, UNKNOWN)  # a mean over clients is 1 but for rounding
         if isinstance(sigma, Tensor):
             var = self.anchor_var + sigma.to(z).square().reshape(-1, 1, 1)
             pull = (self.anchor_mean - z[:, None]) / var
