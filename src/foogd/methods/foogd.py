@@ -92,9 +92,12 @@ class FOOGD(Method):
     score_clip: float = field(default=5.0, metadata={"ge": 0.0, "help": "largest gradient norm of the score; 0: none"})
 
     paper: ClassVar[str] = "Liao et al., NeurIPS 2024"
-    travels: ClassVar[str] = "what the base sends, and the score network both ways"
+    travels: ClassVar[str] = "what the base sends; the score network both ways; sums over each class's features up"
     keeps: ClassVar[str] = "what the base keeps"
-    passes: ClassVar[str] = "the backbone on two views; an eval pass for the score network; Langevin steps on features"
+    passes: ClassVar[str] = (
+        "the backbone on two views; an eval pass for the score network; Langevin steps on features; "
+        "one pass over the client's images before training"
+    )
 
     @property
     def groups(self) -> Mapping[str, tuple[str, ...]]:
@@ -412,9 +415,10 @@ class FOOGD(Method):
 
 PROFILES: Mapping[str, Mapping[str, Any]] = {
     # What the equations mean: the target is the score, both samples of the Stein term are augmented, the Langevin
-    # step fits the scale of the features, detection and training see the same (eval) features. Two things are ours:
-    # the Stein term is weighted by sigma² as DSM is, and Adam makes the score network's learning independent of the
-    # scale of its loss; docs/results.md shows what both change.
+    # step fits the scale of the features, detection and training see the same (eval) features. Ours are: the score is
+    # anchored at one Gaussian a class, on logarithmic features, and detection averages what was learnt over noise
+    # (docs/research.md shows why); the Stein term is weighted by sigma² as DSM is, and enters as a logarithm; Adam makes
+    # the score network's learning independent of the scale of its loss.
     "fixed": {},
     # The text as printed: cross-entropy on originals (Alg. 3), one sigma, one Gaussian kernel, raw features, DSM
     # without a weight (Eq. 4). Sigma and the Langevin step are not printed; 0.1 is our choice.
