@@ -156,7 +156,9 @@ def main() -> None:
                         alpha * scores + energy(head(x)), alpha * found + energy(head(out))
                     )
             outs = [key for key in tests if "/" not in key]
-            cells = [f"{100 * value:.1f}" for value in single.values()]
+            # Shifted images are of all classes, so for the classes of a client they say nothing.
+            shown = {key: value for key, value in single.items() if whose == "all" or key in outs}
+            cells = [f"{100 * shown[key]:.1f}" if key in shown else "" for key in single]
             means = [f"{100 * sum(values[key] for key in outs) / len(outs):.1f}" for values in (single, joined)]
             print(f"| {space} | {whose} | {kind} | {sigma} | " + " | ".join([*cells, *means]) + " |", flush=True)
 
