@@ -15,7 +15,7 @@ from foogd.engine.eager import EagerEngine, build_nets
 from foogd.engine.rng import Streams
 from foogd.methods import PROFILES, make_method, method_fields, method_names, method_settings, profile
 from foogd.nets.score import ScoreNet
-from foogd.simulate import initial_state, run_round
+from foogd.simulate import initial_state, run_round, settled
 from foogd.testing import check_method
 from foogd.types import Batch, Context, Phase
 
@@ -153,6 +153,44 @@ def test_with_a_fixed_base_only_the_score_network_moves(federation, config):
     assert result.state.server.integers.keys() == start.server.integers.keys()
     for name, value in result.state.server.integers.items():
         assert torch.equal(value, start.server.integers[name]), name
+
+
+@pytest.mark.parametrize("base", ["fedavg", "fediir", "fedbn"])
+def test_anchors_are_the_moments_of_all_images_at_the_model_that_is_tested(base, federation, config):
+    method = make_method(f"{base}+foogd", {"score_width": 16, "steps": 2})
+    engine, start = _engine_and_start(method, federation, config)
+    trained = run_round(engine, start, 0).state
+    tested = settled(engine, trained)
+    old, new = (engine.layout.named(s.server.shared) for s in (trained, tested))
+    moved = {name for name in old if not torch.equal(old[name], new[name])}
+    measured = {"anchor_mean", "anchor_var", "running_mean", "running_var"}
+    assert moved == {f"score.{name}" for name in measured}
+    assert all(torch.equal(tested.server.extra[name], value) for name, value in trained.server.extra.items())
+    if base == "fedbn":  # the clients' own normalisation has a part in the features
+        return
+    nets = engine.server_nets().load(tested.server).eval()
+    again = method.score_network(nets["backbone"].feature_width, federation.num_classes)
+    everyone = engine.batches.plain(torch.cat([client.indices for client in tested.clients]))
+    with torch.no_grad():
+        again.anchor(*again.moments(nets["backbone"](everyone.x), everyone.y).values())
+    for name in measured:
+        assert torch.allclose(new[f"score.{name}"], getattr(again, name), rtol=1e-3, atol=1e-4), name
+
+
+def test_the_stein_term_stays_bounded_far_from_the_training_features(federation, config):
+    """The gradient that once made WideResNets diverge in round 1: features that no anchor knows."""
+    sizes = {}
+    for logarithm in (True, False):
+        method = FOOGD(ksd_log=logarithm, log_share=0.0, standardise=False)
+        score = method.score_network(6, 3)
+        z = torch.randn(32, 6, generator=torch.Generator().manual_seed(0))
+        for far in (10.0, 1000.0):
+            z_hat = (far * z).requires_grad_()
+            batch = Batch(z, torch.zeros(32, dtype=torch.int64), z=z, z_hat=z_hat)
+            (slope,) = torch.autograd.grad(method.stein(score, batch), z_hat)
+            sizes[logarithm, far] = float(slope.norm())
+    assert sizes[True, 1000.0] < sizes[True, 10.0] < 1.0
+    assert sizes[False, 1000.0] > sizes[False, 10.0]
 
 
 @final

@@ -76,6 +76,14 @@ def finish(run):
     return run
 
 
+def test_a_run_that_has_diverged_stops_and_says_so():
+    """Each round whose updates are all refused leaves the model as it was, so more of them change nothing."""
+    run = make("diverged", lr=1e30, rounds=9)
+    with pytest.raises(InputError, match=r"no update could be used in rounds \d to \d \(client \d: .*smaller lr"):
+        finish(run)
+    assert len(read_rounds(run.folder)) < 9
+
+
 def stop_after(run, rounds):
     """Train so many rounds and leave the rest."""
     training = run.train()

@@ -53,6 +53,7 @@ PARTITION, PICTURE = "partition.json", "partition.png"
 FLOWER = "flower.json"  # of a run on Flower: its nodes, and what they have in common
 CHECKPOINT, STATE = "checkpoint", "state.json"
 DRAFT = ".draft"
+LOST_ROUNDS = 3  # in a row, in which no update could be used: then a run stops
 PATHS = frozenset({"data", "data_root", "out", "init"})  # settings that may be paths
 
 
@@ -208,11 +209,19 @@ class Run:
         measured = {(done, name) for name in self._measured()} <= found
         if done and self.is_due(done) and not (measured and (done < self.config.rounds or self._has_model())):
             self._evaluate(state, self.detectors)
+        lost_rounds = 0
         for result in simulate(self.method, self.federation, self.config, self.engine, start=state):
             self.keep_round(lines, result)
             if self.is_due(result.round):
                 self._evaluate(result.state, self.detectors)
             yield result
+            lost_rounds = lost_rounds + 1 if len(result.refused) == len(result.participants) else 0
+            if lost_rounds == LOST_ROUNDS and result.round < self.config.rounds:
+                client, reason = next(iter(result.refused.items()))
+                raise InputError(
+                    f"{self.folder}: no update could be used in rounds {result.round - LOST_ROUNDS + 1} to "
+                    f"{result.round} (client {client}: {reason}); the training has diverged: use a smaller lr"
+                )
         self.write_summary(read_rows(self.folder), lines)
 
     def keep_round(self, lines: list[dict[str, Any]], result: RoundResult) -> None:

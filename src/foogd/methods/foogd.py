@@ -417,8 +417,8 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
     # What the equations mean: the target is the score, both samples of the Stein term are augmented, the Langevin
     # step fits the scale of the features, detection and training see the same (eval) features. Ours are: the score is
     # anchored at one Gaussian a class, on logarithmic features, and detection averages what was learnt over noise
-    # (docs/research.md shows why); the Stein term is weighted by sigma² as DSM is, and enters as a logarithm; Adam makes
-    # the score network's learning independent of the scale of its loss.
+    # (docs/research.md shows why); the Stein term is weighted by sigma² as DSM is, and enters as a logarithm; Adam
+    # makes the score network's learning independent of the scale of its loss.
     "fixed": {},
     # The text as printed: cross-entropy on originals (Alg. 3), one sigma, one Gaussian kernel, raw features, DSM
     # without a weight (Eq. 4). Sigma and the Langevin step are not printed; 0.1 is our choice.
