@@ -218,7 +218,7 @@ class ScoreOwn(Detector):
 
     A client that trained on few classes asks whether an image is like anything that it has seen, not like anything that
     anyone has. Images of classes that only others have therefore count as OUT. The moments are those of all clients'
-    images; which classes are its own, and α, never leave the client.
+    images.
     """
 
     description: ClassVar[str] = "score_energy for the classes that the client has"
