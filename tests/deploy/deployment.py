@@ -29,6 +29,11 @@ def hello(message, context):
     return real(message, context)
 
 
+@app.query("survey")
+def survey(message, context):
+    return real(message, context)
+
+
 @app.evaluate()
 def evaluate(message, context):
     return real(message, context)
