@@ -161,6 +161,9 @@ def test_anchors_are_the_moments_of_all_images_at_the_model_that_is_tested(base,
     engine, start = _engine_and_start(method, federation, config)
     trained = run_round(engine, start, 0).state
     tested = settled(engine, trained)
+    begun = settled(engine, start)  # clients train against the anchors of the model that they were sent
+    sent, kept = (engine.layout.named(s.server.shared) for s in (begun, trained))
+    assert torch.allclose(kept["score.anchor_mean"], sent["score.anchor_mean"], atol=1e-6)
     old, new = (engine.layout.named(s.server.shared) for s in (trained, tested))
     moved = {name for name in old if not torch.equal(old[name], new[name])}
     measured = {"anchor_mean", "anchor_var", "running_mean", "running_var"}

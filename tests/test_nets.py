@@ -501,6 +501,8 @@ def test_what_was_learnt_is_averaged_over_noise_on_both_sides() -> None:
     assert torch.allclose(score.steadied(u, 0.5, 300), many, atol=0.05)
     assert not torch.allclose(score.steadied(u, 0.5, 300), score(u, 0.5), atol=0.05)
     assert torch.equal(score.steadied(u, 0.5, 4)[:2], score.steadied(u[:2], 0.5, 4))
+    v = 0.5 * torch.randn(1, 6, generator=torch.Generator().manual_seed(0))  # the pair of a single draw
+    assert torch.allclose(score.steadied(u, 0.5, 1), (score(u + v, 0.5) + score(u - v, 0.5)) / 2, atol=1e-6)
     nn.init.zeros_(score.net[3].weight)  # a network that says the same everywhere
     assert torch.allclose(score.steadied(u, 0.5, 4), score(u, 0.5), atol=1e-6)
 
