@@ -5,8 +5,9 @@ python benchmarks/feature_study.py runs/cifar10/fedavg-5.0 [--data-root DATA] [-
 First without a network, so that what is seen is the space: the score of one Gaussian a class with the true moments, and
 the ideal of denoising score matching, the score of the training features smoothed by noise of level sigma, s(u) =
 (Σ_i w_i(u) u_i - u)/σ² with w_i ∝ exp(-‖u - u_i‖²/2σ²); for all classes and for those of each client, alone and joined
-with the energy. Then in FOOGD's own space with networks that learn by its loss, on all clients' features at once: alone
-or on top of the Gaussians, asked at the clean point or averaged over noise. A CPU takes some minutes.
+with the energy (`--part spaces`). Then FOOGD's own score (`--part scores`): its space more or less whitened, or with
+full covariances instead; networks that learn by its loss, on all clients' features at once, alone or on top of the
+Gaussians, asked at the clean point or averaged over noise, trusted or half trusted. A CPU takes some minutes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,7 @@ from foogd.evaluate import Evaluator
 from foogd.methods.foogd import FOOGD
 from foogd.metrics import auroc
 from foogd.nets import AnchoredScore
+from foogd.nets.score import ScoreNetwork
 from foogd.runs import Run, source_commit
 from foogd.settings import read_run_config
 
@@ -86,6 +89,25 @@ def class_score(reference: Tensor, y: Tensor, sigma: float) -> Space:
     return norm
 
 
+def covariance_score(reference: Tensor, y: Tensor, sigma: float, lean: float) -> Space:
+    """The same with full covariances; each leans on that of all classes as if `lean` of its images had that one."""
+    classes = y.unique().tolist()
+    mean = torch.stack([reference[y == c].mean(0) for c in classes])
+    count = torch.tensor([int((y == c).sum()) for c in classes])[:, None, None]
+    own = torch.stack([torch.cov(reference[y == c].T, correction=0) for c in classes])
+    joint = (count * own).sum(0) / count.sum()
+    noisy = (count * own + lean * joint) / (count + lean) + sigma**2 * torch.eye(reference.shape[1])
+    inverse, size = torch.linalg.inv(noisy), torch.logdet(noisy)
+
+    def norm(u: Tensor) -> Tensor:
+        away = mean[:, None] - u
+        pull = away @ inverse
+        log_density = -0.5 * ((pull * away).sum(2) + size[:, None])
+        return (torch.softmax(log_density, 0)[:, :, None] * pull).sum(0).norm(dim=1)
+
+    return norm
+
+
 def within(space: Space, norm: Space) -> Space:
     """The norm of the score at features, which live outside of the space."""
     return lambda x: norm(space(x))
@@ -96,6 +118,7 @@ def main() -> None:
     words.add_argument("run", type=Path)
     words.add_argument("--data-root")
     words.add_argument("--outs", help="OUT sets instead of the run's, as in lsun_c,svhn")
+    words.add_argument("--part", choices=("all", "spaces", "scores"), default="all")
     words.add_argument("--steps", type=int, default=240, help="of the networks that learn")
     words.add_argument("--images", type=int, default=6000, help="training images; a sixth of it of each test set")
     args = words.parse_args()
@@ -135,9 +158,11 @@ def main() -> None:
         head = method.generic_readout(evaluator._nets).head
         about = f"{config.method}, alpha {config.alpha}, round {state.server.round}, seed {config.seed}"
         print(f"{about}; {len(z)} training images, commit {source_commit()}, torch {torch.__version__}\n")
-        columns = ["space", "classes of", "score", "sigma", *tests, "mean of OUT", "with energy, mean of OUT"]
+        outs = [key for key in tests if "/" not in key]
+        columns = ["space", "classes of", "score", "sigma", *tests, "mean of OUT"]
+        columns += [f"with energy: {key}" for key in [*outs, "mean of OUT"]]
         print(f"| {' | '.join(columns)} |")
-        print("|" + " --- |" * 3 + " ---: |" * (len(tests) + 3))
+        print("|" + " --- |" * 3 + " ---: |" * (len(columns) - 3))
 
         def line(space: str, whose: str, kind: str, sigma: float, norms: dict[int, Space]) -> None:
             single: dict[str, float] = dict.fromkeys(tests, 0.0)
@@ -155,14 +180,15 @@ def main() -> None:
                     joined[key] += len(x) / total * auroc(
                         alpha * scores + energy(head(x)), alpha * found + energy(head(out))
                     )
-            outs = [key for key in tests if "/" not in key]
             # Shifted images are of all classes, so for the classes of a client they say nothing.
             shown = {key: value for key, value in single.items() if whose == "all" or key in outs}
             cells = [f"{100 * shown[key]:.1f}" if key in shown else "" for key in single]
-            means = [f"{100 * sum(values[key] for key in outs) / len(outs):.1f}" for values in (single, joined)]
-            print(f"| {space} | {whose} | {kind} | {sigma} | " + " | ".join([*cells, *means]) + " |", flush=True)
+            cells.append(f"{100 * sum(single[key] for key in outs) / len(outs):.1f}")
+            cells += [f"{100 * value:.1f}" for value in [joined[key] for key in outs]]
+            cells.append(f"{100 * sum(joined[key] for key in outs) / len(outs):.1f}")
+            print(f"| {space} | {whose} | {kind} | {sigma} | " + " | ".join(cells) + " |", flush=True)
 
-        for name, space in spaces(z).items():
+        for name, space in spaces(z).items() if args.part != "scores" else ():
             u = space(z)
             for sigma in (0.3, 0.5, 1.0):
                 everyone = class_score(u, y, sigma)
@@ -174,22 +200,51 @@ def main() -> None:
                 norms[client] = within(space, class_score(u[some], y[some], 0.5))
             line(name, "the client", "Gaussians", 0.5, norms)
             line(name, "all", "kernel", 1.0, dict.fromkeys(inside, within(space, kernel_score(u, 1.0))))
+        if args.part == "spaces":
+            return
         plain = {"score_net": "mlp", "draws": 0}
-        for title, changes, steps in (
-            ("Gaussians", {}, 0),
-            ("Gaussians and network, clean point", {"draws": 0}, args.steps),
-            ("Gaussians and network, averaged", {}, args.steps),
+        unwhitened = learnt_space(FOOGD(whiten=0.0), z, y)
+        for lean in (100.0, 1e9):
+            title = "full covariance of each class" if lean < 1e9 else "one full covariance for all"
+            for sigma in (0.5, 1.0):
+                norm = within(unwhitened, covariance_score(unwhitened(z), y, sigma, lean))
+                line("FOOGD's, not whitened", "all", title, sigma, dict.fromkeys(inside, norm))
+        tried: list[tuple[str, dict[str, Any], int]] = [("Gaussians", {"whiten": 0.0, "sigma": 0.5}, 0)]
+        tried += [("Gaussians", {"whiten": whiten}, 0) for whiten in (0.0, 0.1, 0.3, 1.0, 3.0)]
+        tried += [("Gaussians", {"sigma": sigma}, 0) for sigma in (0.3, 0.5)]
+        tried += [
+            ("Gaussians and network, averaged", {"whiten": 0.0, "sigma": 0.5, "trust": 1.0}, args.steps),
+            ("Gaussians and network, clean point", {"draws": 0, "trust": 1.0}, args.steps),
+            ("Gaussians and network, averaged", {"trust": 1.0}, args.steps),
+            ("Gaussians and half of the network, averaged", {}, args.steps),
             ("network alone, clean point", plain, args.steps),
             ("network alone, averaged", {"score_net": "mlp"}, args.steps),
             ("network alone, features as they are", plain | {"log_share": 0.0}, args.steps),
-        ):
+        ]
+        for title, changes, steps in tried:
+            foogd = FOOGD(**changes)
             with torch.enable_grad():
-                norm = learnt_score(FOOGD(**changes), z, y, steps)
-            line("FOOGD's", "all", title, FOOGD().sigma, dict.fromkeys(inside, norm))
+                score = learnt_score(foogd, z, y, steps)
+            where = f"FOOGD's, whiten {foogd.whiten:g}" if foogd.anchored else "FOOGD's, not whitened"
+            line(where, "all", title, foogd.sigma, dict.fromkeys(inside, norm_of(foogd, score)))
+            if foogd.anchored and (steps == 0 or not changes):
+                own_norms = {}
+                for client in inside:
+                    known = torch.bincount(y[owner == client], minlength=int(y.max()) + 1).clamp_max(1).float()
+                    own_norms[client] = norm_of(foogd, score, known if known.any() else None)
+                line(where, "the client", title, foogd.sigma, own_norms)
 
 
-def learnt_score(method: FOOGD, z: Tensor, y: Tensor, steps: int) -> Space:
-    """The norm of FOOGD's score, as it detects, after so many steps of its denoising loss on batches of 256."""
+def learnt_space(method: FOOGD, z: Tensor, y: Tensor) -> Space:
+    """The space of an anchored score network that has measured these features."""
+    score = method.score_network(z.shape[1], int(y.max()) + 1)
+    assert isinstance(score, AnchoredScore)
+    score.anchor(*score.moments(z, y).values())
+    return score.scale
+
+
+def learnt_score(method: FOOGD, z: Tensor, y: Tensor, steps: int) -> ScoreNetwork:
+    """FOOGD's score network after so many steps of its denoising loss on batches of 256."""
     torch.manual_seed(0)
     score = method.score_network(z.shape[1], int(y.max()) + 1).train()
     if isinstance(score, AnchoredScore):
@@ -205,8 +260,12 @@ def learnt_score(method: FOOGD, z: Tensor, y: Tensor, steps: int) -> Space:
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-    score.requires_grad_(False)
-    return lambda x: score.steadied(score.scale(x), method.sigma, method.draws).norm(dim=1)
+    return score.requires_grad_(False)
+
+
+def norm_of(method: FOOGD, score: ScoreNetwork, classes: Tensor | None = None) -> Space:
+    """The norm of FOOGD's score as it detects."""
+    return lambda x: score.steadied(score.scale(x), method.sigma, method.draws, classes).norm(dim=1)
 
 
 if __name__ == "__main__":

@@ -276,7 +276,8 @@ def test_without_epochs_no_bit_changes(name, federation, config):
     engine = EagerEngine(method, federation, replace(config, local_epochs=0))
     start = initial_state(engine)
     result = run_round(engine, start, 0)
-    measured = {f"score.{kind}_{moment}" for kind in ("anchor", "running") for moment in ("mean", "var", "known")}
+    moments = ("mean", "var", "known", "turn")
+    measured = {f"score.{kind}_{moment}" for kind in ("anchor", "running") for moment in moments}
     old, new = (engine.layout.named(state.server.shared) for state in (start, result.state))
     for value in old.keys() - measured:  # what is measured is not learnt
         assert torch.equal(old[value], new[value]), value

@@ -213,11 +213,12 @@ def nets_of(engine: EagerEngine, state: RunState, client: int) -> Nets:
 
 def naive_score(score: nn.Module, z: Tensor) -> Tensor:
     """FOOGD's score at the noise level of detection, image by image and class by class."""
-    sigma, found = 0.5, []
+    sigma, found = 0.4, []
     size = score.running_var.clamp(min=max(0.01 * float(score.running_var.mean()), 0.25)).sqrt()
     noise = sigma * torch.randn(8, z.shape[1], generator=torch.Generator().manual_seed(0))
     for row in z:
         u = (row.sign() * (1 + row.abs() / (0.1 * row.abs().mean())).log() - score.running_mean) / size
+        u = torch.stack([(u * column).sum() for column in score.anchor_turn.T])
         normals = [
             torch.distributions.Normal(mean, (var + sigma**2).sqrt())
             for mean, var in zip(score.anchor_mean, score.anchor_var, strict=True)
@@ -226,7 +227,7 @@ def naive_score(score: nn.Module, z: Tensor) -> Tensor:
         pull = sum(p * (n.mean - u) / n.variance for p, n in zip(chance, normals, strict=True))
         level = torch.full((1,), sigma).log()
         learnt = [score.net(torch.cat([u + sign * v, level])[None])[0] / sigma for v in noise for sign in (1, -1)]
-        found.append(pull + torch.stack(learnt).mean(0))
+        found.append(pull + torch.stack(learnt).mean(0) / 2)
     return torch.stack(found)
 
 

@@ -166,7 +166,7 @@ def test_anchors_are_the_moments_of_all_images_at_the_model_that_is_tested(base,
     assert torch.allclose(kept["score.anchor_mean"], sent["score.anchor_mean"], atol=1e-6)
     old, new = (engine.layout.named(s.server.shared) for s in (trained, tested))
     moved = {name for name in old if not torch.equal(old[name], new[name])}
-    measured = {"anchor_mean", "anchor_var", "running_mean", "running_var"}
+    measured = {"anchor_mean", "anchor_var", "anchor_turn", "running_mean", "running_var"}
     assert moved == {f"score.{name}" for name in measured}
     assert all(torch.equal(tested.server.extra[name], value) for name, value in trained.server.extra.items())
     if base == "fedbn":  # the clients' own normalisation has a part in the features

@@ -463,13 +463,18 @@ def test_the_score_given_a_class_is_that_of_its_gaussian() -> None:
         assert torch.allclose(score.given(u, sigma, y)[row], wanted, atol=1e-5)
 
 
+def divided(score: AnchoredScore, z: Tensor, y: Tensor) -> list[Tensor]:
+    """The sums of all features, as three clients with few and many images would send them."""
+    parts = [score.moments(z[some], y[some]) for some in torch.arange(len(z)).split([130, 1, len(z) - 131])]
+    return [sum(part[name] for part in parts) for name in parts[0]]
+
+
 @pytest.mark.parametrize("standardise", [False, True])
 def test_anchors_are_the_moments_of_the_classes_however_images_are_divided(standardise: bool) -> None:
     draw = generator(5)
     z, y = (2 * torch.randn(400, 6, generator=draw)).exp(), torch.randint(3, (400,), generator=draw)
     score = AnchoredScore(6, 4, 16, standardise=standardise, log_share=0.1)
-    parts = [score.moments(z[some], y[some]) for some in torch.arange(400).split([130, 1, 269])]
-    score.anchor(*(sum(part[name] for part in parts) for name in ("images", "sum", "square")))
+    score.anchor(*divided(score, z, y))
     u = score.scale(z).double()
     if standardise:
         assert torch.allclose(u.mean(0), torch.zeros(6).double(), atol=1e-4)
@@ -481,6 +486,69 @@ def test_anchors_are_the_moments_of_the_classes_however_images_are_divided(stand
         wanted = (n * u[y == c].var(0, correction=0) + 10 * within) / (n + 10)
         assert torch.allclose(score.anchor_var[c].double(), wanted, rtol=1e-3)
     assert score.anchor_known.tolist() == [1, 1, 1, 0]
+
+
+@pytest.mark.parametrize("standardise", [False, True])
+@pytest.mark.parametrize("whiten", [0.3, 1.0, 1e3])
+def test_whitening_shortens_the_directions_in_which_classes_spread(standardise: bool, whiten: float) -> None:
+    draw = generator(5)
+    y = torch.randint(3, (4000,), generator=draw)
+    mixing = torch.randn(6, 6, generator=draw)
+    z = 5 * torch.randn(4, 6, generator=draw)[y] + torch.randn(4000, 6, generator=draw) @ mixing
+    plain, score = (AnchoredScore(6, 4, 16, standardise=standardise, whiten=w) for w in (0.0, whiten))
+    for one in (plain, score):
+        one.anchor(*divided(one, z, y))
+    u, v = plain.scale(z).double(), score.scale(z).double()
+
+    def covariance(x: Tensor) -> Tensor:
+        return sum(torch.cov(x[y == c].T, correction=0) * (y == c).sum() for c in range(3)) / 4000
+
+    inside, turned = covariance(u), covariance(v)
+    # (I + wT)^(-1/2) has the eigenvectors of T, and T there the eigenvalues t/(1 + wt).
+    turn = score.anchor_turn.double()
+    assert torch.allclose(turn @ turn @ (torch.eye(6) + whiten * inside), torch.eye(6).double(), atol=2e-3)
+    assert torch.allclose(turn, turn.T, atol=1e-6)
+    t = torch.linalg.eigvalsh(inside)
+    assert torch.allclose(torch.linalg.eigvalsh(turned), t / (1 + whiten * t), rtol=1e-2)
+    for c in range(3):
+        assert torch.allclose(score.anchor_mean[c].double(), v[y == c].mean(0), atol=1e-3)
+    # These classes have one covariance, so the variance of each is that of all.
+    assert torch.allclose(score.anchor_var[:3].double(), turned.diagonal().expand(3, 6), rtol=0.1)
+
+
+def test_a_class_that_spreads_twice_as_far_does_so_in_the_whitened_space() -> None:
+    draw = generator(6)
+    y = torch.randint(2, (20_000,), generator=draw)
+    z = torch.randn(20_000, 5, generator=draw) @ torch.randn(5, 5, generator=draw) * (1 + y[:, None])
+    score = AnchoredScore(5, 2, 16, whiten=1.0)
+    score.anchor(*divided(score, z, y))
+    u = score.scale(z)
+    wanted = torch.stack([u[y == c].var(0, correction=0) for c in range(2)])
+    assert torch.allclose(score.anchor_var, wanted, rtol=0.05)
+
+
+def test_few_or_equal_images_leave_a_whitened_space_finite() -> None:
+    score = AnchoredScore(5, 3, 16, standardise=True, whiten=1.0)
+    z = torch.randn(2, 5, generator=generator(7))
+    z[:, 1] = 3.0
+    for some in (z[:1], z, z[[0, 0, 0]]):
+        score.anchor(*score.moments(some, torch.zeros(len(some), dtype=torch.int64)).values())
+        assert all(torch.isfinite(value).all() for value in score.state_dict().values())
+        assert torch.isfinite(score(score.scale(z), 0.3)).all()
+
+
+def test_detection_trusts_what_was_learnt_by_its_share() -> None:
+    scores = [AnchoredScore(6, 4, 16, trust=trust) for trust in (0.0, 0.5, 1.0)]
+    for one in scores:
+        torch.manual_seed(1)
+        nn.init.normal_(one.net[3].weight)
+        one.net[0].load_state_dict(scores[0].net[0].state_dict())
+    u = torch.randn(5, 6, generator=generator(8))
+    none, half, all_of_it = (one.steadied(u, 0.3, 4) for one in scores)
+    assert torch.equal(none, scores[0]._pull(u, 0.3))
+    assert torch.allclose(half, (none + all_of_it) / 2, atol=1e-5)
+    assert not torch.allclose(half, none, atol=1e-2)
+    assert torch.equal(scores[0](u, 0.3), scores[2](u, 0.3))  # training hears all of it
 
 
 def test_far_from_all_classes_the_anchored_score_grows_and_points_back() -> None:

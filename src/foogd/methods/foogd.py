@@ -60,14 +60,21 @@ class FOOGD(Method):
     log_share: float = field(
         default=0.1, metadata={"ge": 0.0, "help": "c/size where features enter as log(1 + |z|/c); 0: as they are"}
     )
+    whiten: float = field(
+        default=0.3, metadata={"ge": 0.0, "help": "shortens directions of variance v by 1/sqrt(1 + whiten v); 0: none"}
+    )
     conditioned: bool = field(default=True, metadata={"help": "the score network knows its noise level"})
     score_features: str = field(
         default="eval", metadata={"choices": ("eval", "train"), "help": "the pass that feeds the score network"}
     )
     joint_views: bool = field(default=True, metadata={"help": "both views in one pass, sharing BN statistics"})
 
-    sigma: float = field(default=0.5, metadata={"gt": 0.0, "help": "noise level of KSD, Langevin and detection"})
+    sigma: float = field(default=0.4, metadata={"gt": 0.0, "help": "noise level of KSD, Langevin and detection"})
     draws: int = field(default=8, metadata={"ge": 0, "help": "pairs of noise that detection averages over; 0: none"})
+    trust: float = field(
+        default=0.5,
+        metadata={"ge": 0.0, "le": 1.0, "help": "share of the learnt part that detection adds to Gaussians"},
+    )
     sigma_min: float = field(default=0.1, metadata={"gt": 0.0, "help": "smallest noise level of the ladder"})
     sigma_max: float = field(default=1.0, metadata={"gt": 0.0, "help": "largest noise level of the ladder"})
     sigma_levels: int = field(default=10, metadata={"ge": 1, "help": "levels of the ladder; 1: `sigma` alone"})
@@ -92,7 +99,9 @@ class FOOGD(Method):
     score_clip: float = field(default=5.0, metadata={"ge": 0.0, "help": "largest gradient norm of the score; 0: none"})
 
     paper: ClassVar[str] = "Liao et al., NeurIPS 2024"
-    travels: ClassVar[str] = "what the base sends; the score network both ways; sums over each class's features up"
+    travels: ClassVar[str] = (
+        "what the base sends; the score network both ways; sums over each class's features and over pairs of them up"
+    )
     keeps: ClassVar[str] = "what the base keeps"
     passes: ClassVar[str] = (
         "the backbone on two views; an eval pass for the score network; Langevin steps on features; "
@@ -125,7 +134,7 @@ class FOOGD(Method):
         """A fresh score network for features of this width."""
         how = self.conditioned, self.standardise, self.log_share
         if self.anchored:
-            return AnchoredScore(width, num_classes, self.score_width, *how)
+            return AnchoredScore(width, num_classes, self.score_width, *how, self.whiten, self.trust)
         return ScoreNet(width, self.score_width, *how)
 
     @property
@@ -330,11 +339,8 @@ class FOOGD(Method):
         score = found["score"]
         assert isinstance(score, AnchoredScore)
         # In the order of clients: a fold, like the mean of the rows.
-        images, total, square = (
-            reduce(torch.add, [answer.sums[f"score.{name}"] for answer in surveys])
-            for name in ("images", "sum", "square")
-        )
-        score.anchor(images, total, square)
+        names = ("images", "sum", "square") + (("outer",) if self.whiten > 0 else ())
+        score.anchor(*(reduce(torch.add, [answer.sums[f"score.{name}"] for answer in surveys]) for name in names))
         return nets.store(server, found)
 
     # The rest is the base method's.
@@ -416,9 +422,10 @@ class FOOGD(Method):
 PROFILES: Mapping[str, Mapping[str, Any]] = {
     # What the equations mean: the target is the score, both samples of the Stein term are augmented, the Langevin
     # step fits the scale of the features, detection and training see the same (eval) features. Ours are: the score is
-    # anchored at one Gaussian a class, on logarithmic features, and detection averages what was learnt over noise
-    # (docs/research.md shows why); the Stein term is weighted by sigma² as DSM is, and enters as a logarithm; Adam
-    # makes the score network's learning independent of the scale of its loss.
+    # anchored at one Gaussian a class, on logarithmic features whose loudest directions are shortened, and detection
+    # adds half of what was learnt, averaged over noise (docs/research.md shows why); the Stein term is weighted by
+    # sigma² as DSM is, and enters as a logarithm; Adam makes the score network's learning independent of the scale of
+    # its loss.
     "fixed": {},
     # The text as printed: cross-entropy on originals (Alg. 3), one sigma, one Gaussian kernel, raw features, DSM
     # without a weight (Eq. 4). Sigma and the Langevin step are not printed; 0.1 is our choice.
@@ -428,6 +435,7 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
         "score_net": "mlp",
         "standardise": False,
         "log_share": 0.0,
+        "whiten": 0.0,
         "sigma": 0.1,
         "draws": 0,
         "conditioned": False,  # with one sigma, s(z, sigma) is a function of z
@@ -450,6 +458,7 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
         "score_net": "mlp",
         "standardise": False,
         "log_share": 0.0,
+        "whiten": 0.0,
         "sigma": 0.1,
         "sigma_min": 0.01,
         "draws": 0,

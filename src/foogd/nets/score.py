@@ -132,12 +132,17 @@ class AnchoredScore(ScoreNetwork):
 
     Where no training feature lies, a network alone says anything; the Gaussians' score grows with the distance there.
     Their moments are not learnt but measured (`anchor`), at the model of the server and over all clients' images. The
-    network starts at 0.
+    network starts at 0; for detection a share `trust` of it counts.
+
+    With `whiten` = w > 0 the space is multiplied by (I + wT)^(−1/2), T the covariance within classes: directions in
+    which the images of a class differ much from each other are shortened, so that those in which they hardly differ
+    are heard. The matrix is symmetric, and nearly the identity where T is small: features stay themselves.
     """
 
     anchor_mean: Tensor
     anchor_var: Tensor
     anchor_known: Tensor
+    anchor_turn: Tensor
 
     def __init__(
         self,
@@ -147,30 +152,42 @@ class AnchoredScore(ScoreNetwork):
         conditioned: bool = True,
         standardise: bool = False,
         log_share: float = 0.0,
+        whiten: float = 0.0,
+        trust: float = 1.0,
     ) -> None:
         super().__init__(feature_width, standardise, log_share)
-        self.conditioned = conditioned
+        self.conditioned, self.whiten, self.trust = conditioned, whiten, trust
         self.net = two_layers(feature_width, width, conditioned)
         for value in self.net[3].parameters():
             nn.init.zeros_(value)
         self.register_buffer("anchor_mean", torch.zeros(classes, feature_width))
         self.register_buffer("anchor_var", torch.ones(classes, feature_width))
         self.register_buffer("anchor_known", torch.ones(classes))
+        if whiten > 0:
+            self.register_buffer("anchor_turn", torch.eye(feature_width))
 
     @torch.no_grad()
     def moments(self, z: Float[Tensor, "b d"], y: Int[Tensor, " b"]) -> dict[str, Tensor]:
-        """What a batch of features adds to the sums that `anchor` gets: images, sums and squares of each class."""
+        """What a batch of features adds to the sums that `anchor` gets: images, sums and squares of each class, and
+        products of all pairs of features where the space is whitened."""
         u = self.compressed(z).double()
         of_class = nn.functional.one_hot(y, len(self.anchor_known)).double().T
-        return {"images": of_class.sum(1), "sum": of_class @ u, "square": of_class @ u.square()}
+        sums = {"images": of_class.sum(1), "sum": of_class @ u, "square": of_class @ u.square()}
+        return sums | ({"outer": u.T @ u} if self.whiten > 0 else {})
 
     @torch.no_grad()
     def anchor(
-        self, images: Float[Tensor, " c"], total: Float[Tensor, "c d"], square: Float[Tensor, "c d"]
+        self,
+        images: Float[Tensor, " c"],
+        total: Float[Tensor, "c d"],
+        square: Float[Tensor, "c d"],
+        outer: Float[Tensor, "d d"] | None = None,
     ) -> None:
         """Set space and Gaussians by sums over all training features. A class without images becomes unknown.
 
         The variance of a class with few images leans on that of all classes, as if `LEAN` of its images had that one.
+        In a whitened space a class's variance is that of all classes there times its ratio to it before: exact would
+        be products of pairs for every class, and a hundred classes would make them larger than the model.
         """
         n, some = images.sum(), images[:, None].clamp_min(1.0)
         mean = total / some
@@ -182,10 +199,23 @@ class AnchoredScore(ScoreNetwork):
             self.running_mean.copy_(centre)
             self.running_var.copy_((square.sum(0) / n - centre.square()).clamp_min(0.0))
             mean, var = self._standardised(mean), var / self._size().square()
+        if self.whiten > 0:
+            assert outer is not None
+            size = self._size().double() if self.standardise else torch.ones_like(within)
+            covariance = (outer - total.T @ (total / some)) / n / torch.outer(size, size)
+            spread_of, direction = torch.linalg.eigh(covariance)
+            turn = direction * (1 + self.whiten * spread_of.clamp_min(0.0)).rsqrt() @ direction.T
+            self.anchor_turn.copy_(turn)
+            before, after = covariance.diagonal(), (turn @ covariance @ turn).diagonal()
+            mean, var = mean.double() @ turn, var * torch.where(before > 1e-12, after / before, 1.0)
         self.anchor_mean.copy_(torch.where(images[:, None] > 0, mean, 0.0))
         # A feature that never changes within its class would pull without end.
         self.anchor_var.copy_(var.clamp_min(1e-4))
         self.anchor_known.copy_(images > 0)
+
+    def scale(self, z: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
+        u = super().scale(z)
+        return u @ self.anchor_turn if self.whiten > 0 else u
 
     def observe(self, z: Float[Tensor, "b d"]) -> None:
         """Nothing: the space belongs to the Gaussians, and is measured with them."""
@@ -204,7 +234,8 @@ class AnchoredScore(ScoreNetwork):
     def steadied(
         self, z: Float[Tensor, "b d"], sigma: float, draws: int, classes: Float[Tensor, " c"] | None = None
     ) -> Float[Tensor, "b d"]:
-        return self._pull(z, sigma, classes) + averaged(lambda u: self._learnt(u, sigma), z, sigma, draws)
+        learnt = averaged(lambda u: self._learnt(u, sigma), z, sigma, draws)
+        return self._pull(z, sigma, classes) + self.trust * learnt
 
     def _learnt(self, z: Tensor, sigma: float | Tensor | None) -> Tensor:
         return conditional(self.net, z, sigma, self.conditioned)

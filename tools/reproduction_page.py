@@ -1,0 +1,204 @@
+"""Fill the tables of docs/reproduction.md from the rows under docs/results, and draw its figures.
+
+python tools/reproduction_page.py            writes page and figures
+python tools/reproduction_page.py --check    fails where the page is not what the rows say
+
+A block of the page begins with <!-- runs --> (every whole run beside the published numbers) or with
+<!-- detectors RUN... --> (every detector of these runs, their mean where there are several seeds), and ends with
+<!-- end -->.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from foogd.figures import COLOURS, MARKS, STYLE
+from foogd.published import published
+from foogd.report import NAMES, Table
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "reproduction.md"
+RESULTS = ROOT / "docs" / "results"
+FIGURES = ROOT / "docs" / "figures"
+OUTS = {"LSUN-like crop": "LSUN-like crop", "Textures (10 classes)": "Textures", "isun": "iSUN", "svhn": "SVHN"}
+CHOSEN_BY = "LSUN-like resize"  # settings were chosen by this set, so no mean counts it
+OURS = ("score_norm", "score_energy", "score_own")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A run whose rows are kept under docs/results."""
+
+    name: str
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        found = tomllib.loads((RESULTS / self.name / "config.toml").read_text())
+        return {key: value for key, value in found.items() if not isinstance(value, dict)}
+
+    @cached_property
+    def commit(self) -> str:
+        return str(json.loads((RESULTS / self.name / "environment.json").read_text())["commit"])[:7]
+
+    @cached_property
+    def rows(self) -> list[dict[str, str]]:
+        with (RESULTS / self.name / "rows.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        last = max(int(row["round"]) for row in rows)
+        return [row for row in rows if row["scope"] == "weighted" and int(row["round"]) == last]
+
+    def accuracy(self, split: str) -> float:
+        """In %; the mean over severities."""
+        return 100 * mean(float(r["value"]) for r in self.rows if r["split"] == split and r["metric"] == "accuracy")
+
+    def detection(self, detector: str, metric: str) -> dict[str, float]:
+        """In %, for each OUT set."""
+        return {
+            row["dataset"]: 100 * float(row["value"])
+            for row in self.rows
+            if row["split"] == "out" and row["detector"] == detector and row["metric"] == metric
+        }
+
+    def mean(self, detector: str, metric: str) -> float:
+        """In %, over the OUT sets that we report on."""
+        found = self.detection(detector, metric)
+        return mean(found[out] for out in OUTS)
+
+    @cached_property
+    def detectors(self) -> list[str]:
+        found = {row["detector"] for row in self.rows if row["split"] == "out"}
+        return [name for name in NAMES if name in found]
+
+
+def whole_runs() -> dict[tuple[str, float, int], list[Kept]]:
+    """Runs that trained everything from the start with the settings of today, by method, alpha and rounds."""
+    groups: dict[tuple[str, float, int], list[Kept]] = {}
+    for folder in sorted(RESULTS.iterdir()):
+        if not re.fullmatch(r".*-s\d+", folder.name):
+            continue
+        s = Kept(folder.name).settings
+        groups.setdefault((str(s["method"]), float(s["alpha"]), int(s["rounds"])), []).append(Kept(folder.name))
+    order = ["fedavg", "fedavg+aug", "fedavg+foogd", "fedrod", "fedrod+foogd"]
+    return dict(
+        sorted(groups.items(), key=lambda g: (-g[0][1], order.index(g[0][0]) if g[0][0] in order else 9, g[0][0]))
+    )
+
+
+def spread(values: Sequence[float]) -> str:
+    return f"{mean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else "")
+
+
+def runs_table() -> str:
+    lines = []
+    for (method, alpha, rounds), runs in whole_runs().items():
+        foogd = method.endswith("+foogd")
+        for detector in ("msp", *(OURS if foogd else ())):
+            # The paper has the score norm for FOOGD and MSP for all others.
+            printed_for = "score_norm" if foogd else "msp"
+            cells = []
+            for metric, split in (("accuracy", "in"), ("accuracy", "in-c"), ("fpr95", "out"), ("auroc", "out")):
+                if metric == "accuracy":
+                    values = [run.accuracy(split) for run in runs]
+                else:
+                    values = [run.detection(detector, metric)["LSUN-like crop"] for run in runs]
+                printed = published(
+                    {"data": "cifar10", "alpha": alpha, "method": method},
+                    metric=metric,
+                    split=split,
+                    dataset="lsun_c" if split == "out" else "",
+                    detector=printed_for if split == "out" else "",
+                    corruption="brightness" if split == "in-c" else "",
+                )
+                shown = printed is not None and (split == "out" or detector == "msp")
+                shown = shown and (split != "out" or detector == printed_for)
+                cells.append(spread(values) + (f" ({printed.mean:.1f})" if shown and printed else ""))
+            means = [run.mean(detector, "auroc") for run in runs]
+            who = [method, f"{alpha:g}", str(rounds), str(len(runs)), ", ".join(dict.fromkeys(r.commit for r in runs))]
+            lines.append((*(who if detector == "msp" else [""] * 5), NAMES[detector], *cells, spread(means)))
+    words = ("method", "alpha", "rounds", "seeds", "commit", "detector")
+    numbers = ("ACC-IN", "ACC-IN-C", "FPR95 LSUN-like crop", "AUROC LSUN-like crop", "AUROC, mean of four OUT sets")
+    return Table("", (*words, *numbers), tuple(lines)).markdown(words=(0, 1, 4, 5))
+
+
+def detectors_table(runs: Sequence[Kept]) -> str:
+    numbers: dict[str, list[float]] = {}
+    columns = [*OUTS] + [CHOSEN_BY] * all(CHOSEN_BY in run.detection("msp", "auroc") for run in runs)
+    for name in runs[0].detectors:
+        single = [mean(run.detection(name, "auroc")[out] for run in runs) for out in columns]
+        numbers[name] = [*single, *(mean(run.mean(name, metric) for run in runs) for metric in ("auroc", "fpr95"))]
+    # FPR95, the last one, is better where it is smaller.
+    values = list(zip(*numbers.values(), strict=True))
+    best = [*map(max, values[:-1]), min(values[-1])]
+    lines = []
+    for name, line in numbers.items():
+        cells = [f"**{v:.1f}**" if f"{v:.1f}" == f"{b:.1f}" else f"{v:.1f}" for v, b in zip(line, best, strict=True)]
+        lines.append((f"**{NAMES[name]}**" if name in OURS else NAMES[name], *cells))
+    heads = ("AUROC", *(OUTS.get(out, out) for out in columns), "mean of four", "FPR95, mean of four")
+    return Table("", heads, tuple(lines)).markdown(words=(0,))
+
+
+def page(text: str) -> str:
+    """The page with its blocks filled."""
+
+    def fill(match: re.Match[str]) -> str:
+        kind, *names = match["what"].split()
+        made = runs_table() if kind == "runs" else detectors_table([Kept(name) for name in names])
+        return f"<!-- {match['what']} -->\n\n{made}\n\n<!-- end -->"
+
+    return re.sub(r"<!-- (?P<what>(?:runs|detectors)[^>]*?) -->.*?<!-- end -->", fill, text, flags=re.DOTALL)
+
+
+def figures() -> dict[str, Any]:
+    """By name: what every detector reaches on each run's own backbone."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    shown = [
+        (alpha, [(method, runs) for (method, a, _), runs in whole_runs().items() if a == alpha]) for alpha in (5.0, 0.1)
+    ]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(8.6, 4.6), layout="constrained")
+        panels = figure.subplots(1, len(shown), sharey=True)
+        for axes, (alpha, groups) in zip(panels, shown, strict=True):
+            for i, (method, runs) in enumerate(groups):
+                found = {name: mean(run.mean(name, "auroc") for run in runs) for name in runs[0].detectors}
+                axes.plot(
+                    list(found.values()),
+                    [list(NAMES).index(name) for name in found],
+                    linestyle="none",
+                    marker=MARKS[i % len(MARKS)],
+                    color=COLOURS[i],
+                    alpha=0.85,
+                    label=method,
+                )
+            axes.set_title(f"alpha {alpha:g}")
+            axes.set_xlabel("AUROC in %, mean of four OUT sets")
+            axes.set_yticks(range(len(NAMES)), list(NAMES.values()))
+            axes.legend(loc="lower left")
+        panels[0].invert_yaxis()
+    return {"detectors": figure}
+
+
+def main(words: Mapping[str, bool]) -> None:
+    text = PAGE.read_text()
+    made = page(text)
+    if words["check"]:
+        sys.exit("run python tools/reproduction_page.py" if made != text else 0)
+    PAGE.write_text(made)
+    FIGURES.mkdir(exist_ok=True)
+    for name, figure in figures().items():
+        figure.savefig(FIGURES / f"{name}.svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main({"check": "--check" in sys.argv[1:]})
