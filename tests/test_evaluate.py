@@ -327,6 +327,8 @@ def naive(engine: EagerEngine, state: RunState, *, generic_rows: bool) -> Found:
             add(test, detector, "rejected", {c: share(~a) for c, a in accepts.items()}, n_in, share(~pooled_accepts))
             right = {c: answers[test.key][c].right[a] for c, a in accepts.items() if a.any()}
             pooled_right = torch.cat([answers[test.key][c].right for c in n_in])[pooled_accepts]
+            if not right or len(pooled_right) == 0:  # nothing was accepted, so there is no share of it
+                continue
             add(
                 test, detector, "accuracy_accepted", {c: share(r) for c, r in right.items()},
                 {c: len(r) for c, r in right.items()}, share(pooled_right),

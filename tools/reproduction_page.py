@@ -81,17 +81,25 @@ class Kept:
 
 
 def whole_runs() -> dict[tuple[str, float, int], list[Kept]]:
-    """Runs that trained everything from the start with the settings of today, by method, alpha and rounds."""
+    """Runs that trained everything from the start, by method, alpha and rounds, each with its seeds.
+
+    A run with settings of FOOGD that were the default once is named after them: RUN-s21-second.
+    """
     groups: dict[tuple[str, float, int], list[Kept]] = {}
     for folder in sorted(RESULTS.iterdir()):
-        if not re.fullmatch(r".*-s\d+", folder.name):
+        name = re.fullmatch(r".*-s\d+(?:-(?P<older>first|second))?", folder.name)
+        if name is None:
             continue
         s = Kept(folder.name).settings
-        groups.setdefault((str(s["method"]), float(s["alpha"]), int(s["rounds"])), []).append(Kept(folder.name))
+        method = str(s["method"]) + (f", {name['older']} settings" if name["older"] else "")
+        groups.setdefault((method, float(s["alpha"]), int(s["rounds"])), []).append(Kept(folder.name))
     order = ["fedavg", "fedavg+aug", "fedavg+foogd", "fedrod", "fedrod+foogd"]
-    return dict(
-        sorted(groups.items(), key=lambda g: (-g[0][1], order.index(g[0][0]) if g[0][0] in order else 9, g[0][0]))
-    )
+
+    def place(group: tuple[str, float, int]) -> tuple[float, int, str]:
+        base = group[0].partition(",")[0]
+        return -group[1], order.index(base) if base in order else len(order), group[0]
+
+    return {group: groups[group] for group in sorted(groups, key=place)}
 
 
 def spread(values: Sequence[float]) -> str:
@@ -101,8 +109,9 @@ def spread(values: Sequence[float]) -> str:
 def runs_table() -> str:
     lines = []
     for (method, alpha, rounds), runs in whole_runs().items():
-        foogd = method.endswith("+foogd")
-        for detector in ("msp", *(OURS if foogd else ())):
+        name = method.partition(",")[0]
+        foogd = name.endswith("+foogd")
+        for detector in ("msp", *(ours for ours in OURS if ours in runs[0].detectors)):
             # The paper has the score norm for FOOGD and MSP for all others.
             printed_for = "score_norm" if foogd else "msp"
             cells = []
@@ -112,7 +121,7 @@ def runs_table() -> str:
                 else:
                     values = [run.detection(detector, metric)["LSUN-like crop"] for run in runs]
                 printed = published(
-                    {"data": "cifar10", "alpha": alpha, "method": method},
+                    {"data": "cifar10", "alpha": alpha, "method": name},
                     metric=metric,
                     split=split,
                     dataset="lsun_c" if split == "out" else "",

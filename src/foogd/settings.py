@@ -109,7 +109,7 @@ def read_run_config(path: Path) -> tuple[Config, Method]:
     known += [key for key, (_, item) in method_fields(config.method).items() if item.default is not None]
     missing = [key for key in known if key not in settings]
     if missing:
-        raise InputError(f"{path} is half-written: it has no {', '.join(missing)}")
+        raise InputError(f"{path} is half-written or of an older version: it has no {', '.join(missing)}")
     return config, method
 
 
