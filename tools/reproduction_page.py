@@ -172,29 +172,35 @@ def figures() -> dict[str, Any]:
     import matplotlib
     from matplotlib.figure import Figure
 
-    shown = [
-        (alpha, [(method, runs) for (method, a, _), runs in whole_runs().items() if a == alpha]) for alpha in (5.0, 0.1)
-    ]
+    groups = {key: runs for key, runs in whole_runs().items() if not key[0].endswith("first settings")}
+    methods = list(dict.fromkeys(method for method, _, _ in groups))
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8.6, 4.6), layout="constrained")
-        panels = figure.subplots(1, len(shown), sharey=True)
-        for axes, (alpha, groups) in zip(panels, shown, strict=True):
-            for i, (method, runs) in enumerate(groups):
+        panels = figure.subplots(1, 2, sharey=True)
+        for axes, alpha in zip(panels, (5.0, 0.1), strict=True):
+            for (method, of, _), runs in groups.items():
+                if of != alpha:
+                    continue
                 found = {name: mean(run.mean(name, "auroc") for run in runs) for name in runs[0].detectors}
                 axes.plot(
                     list(found.values()),
                     [list(NAMES).index(name) for name in found],
                     linestyle="none",
-                    marker=MARKS[i % len(MARKS)],
-                    color=COLOURS[i],
+                    marker=MARKS[methods.index(method) % len(MARKS)],
+                    color=COLOURS[methods.index(method) % len(COLOURS)],
                     alpha=0.85,
                     label=method,
                 )
             axes.set_title(f"alpha {alpha:g}")
             axes.set_xlabel("AUROC in %, mean of four OUT sets")
             axes.set_yticks(range(len(NAMES)), list(NAMES.values()))
-            axes.legend(loc="lower left")
+            axes.set_xlim(50, 100)  # below is no better than a coin
+        for name, word in zip(NAMES, panels[0].get_yticklabels(), strict=True):
+            word.set_fontweight("bold" if name in OURS else "normal")
         panels[0].invert_yaxis()
+        marks = {mark: word for axes in panels for mark, word in zip(*axes.get_legend_handles_labels(), strict=True)}
+        chosen = {word: mark for mark, word in marks.items()}
+        figure.legend(list(chosen.values()), list(chosen), loc="outside lower center", ncols=3)
     return {"detectors": figure}
 
 
