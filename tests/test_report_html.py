@@ -358,6 +358,16 @@ def test_places_without_runs_are_named_and_do_not_stop_a_report(tmp_path, monkey
     assert find_runs([Path("..")]) == [Path("..")]
 
 
+def test_linked_runs_are_found_once_and_circles_of_links_end(tmp_path):
+    run_folder = make_run(tmp_path / "kept" / "a", samples=False)
+    chosen = tmp_path / "chosen"
+    chosen.mkdir()
+    (chosen / "a").symlink_to(run_folder)
+    (chosen / "a_again").symlink_to(run_folder)
+    (chosen / "circle").symlink_to(chosen)
+    assert find_runs([chosen]) == [chosen / "a"]
+
+
 def test_what_is_no_run_is_named(tmp_path):
     with pytest.raises(InputError, match="does not exist"):
         find_runs([tmp_path / "nothing"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -185,7 +186,7 @@ def find_runs(places: Iterable[Path], tell: Callable[[str], None] = lambda text:
         if not place.is_dir():
             empty.append(f"{place} is not a run folder: it is a file")
             continue
-        inside = [place] if (place / CONFIG).is_file() else sorted(path.parent for path in place.rglob(CONFIG))
+        inside = [place] if (place / CONFIG).is_file() else sorted(_with_config(place))
         inside = [path for path in inside if not path.resolve().name.startswith(".")]
         found.update(dict.fromkeys(inside))
         if not inside:
@@ -195,6 +196,20 @@ def find_runs(places: Iterable[Path], tell: Callable[[str], None] = lambda text:
     for sentence in empty:
         tell(f"{sentence}.")
     return list(found)
+
+
+def _with_config(place: Path) -> Iterator[Path]:
+    """Folders below with a configuration, linked ones too; each once, and no circle of links is followed."""
+    seen = set()
+    for folder, below, files in os.walk(place, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:
+            below.clear()
+            continue
+        seen.add(real)
+        below.sort()  # of two links to one run, the same one on every machine
+        if CONFIG in files:
+            yield Path(folder)
 
 
 def read_record(folder: Path) -> Record:
