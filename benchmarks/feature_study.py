@@ -184,7 +184,7 @@ def main() -> None:
             shown = {key: value for key, value in single.items() if whose == "all" or key in outs}
             cells = [f"{100 * shown[key]:.1f}" if key in shown else "" for key in single]
             cells.append(f"{100 * sum(single[key] for key in outs) / len(outs):.1f}")
-            cells += [f"{100 * value:.1f}" for value in [joined[key] for key in outs]]
+            cells += [f"{100 * joined[key]:.1f}" for key in outs]
             cells.append(f"{100 * sum(joined[key] for key in outs) / len(outs):.1f}")
             print(f"| {space} | {whose} | {kind} | {sigma} | " + " | ".join(cells) + " |", flush=True)
 
@@ -204,8 +204,7 @@ def main() -> None:
             return
         plain = {"score_net": "mlp", "draws": 0}
         unwhitened = learnt_space(FOOGD(whiten=0.0), z, y)
-        for lean in (100.0, 1e9):
-            title = "full covariance of each class" if lean < 1e9 else "one full covariance for all"
+        for title, lean in (("full covariance of each class", 100.0), ("one full covariance for all", 1e9)):
             for sigma in (0.5, 1.0):
                 norm = within(unwhitened, covariance_score(unwhitened(z), y, sigma, lean))
                 line("FOOGD's, not whitened", "all", title, sigma, dict.fromkeys(inside, norm))

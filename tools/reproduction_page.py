@@ -15,16 +15,17 @@ import json
 import re
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from foogd.figures import COLOURS, MARKS, STYLE
+from foogd.figures import COLOURS, MARKS, STYLE, save_figure
 from foogd.published import published
 from foogd.report import NAMES, Table
+from foogd.runs import write_atomic
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reproduction.md"
@@ -128,9 +129,8 @@ def runs_table() -> str:
                     detector=printed_for if split == "out" else "",
                     corruption="brightness" if split == "in-c" else "",
                 )
-                shown = printed is not None and (split == "out" or detector == "msp")
-                shown = shown and (split != "out" or detector == printed_for)
-                cells.append(spread(values) + (f" ({printed.mean:.1f})" if shown and printed else ""))
+                here = detector == (printed_for if split == "out" else "msp")  # an accuracy is shown once
+                cells.append(spread(values) + (f" ({printed.mean:.1f})" if printed and here else ""))
             means = [run.mean(detector, "auroc") for run in runs]
             who = [method, f"{alpha:g}", str(rounds), str(len(runs)), ", ".join(dict.fromkeys(r.commit for r in runs))]
             lines.append((*(who if detector == "msp" else [""] * 5), NAMES[detector], *cells, spread(means)))
@@ -204,16 +204,15 @@ def figures() -> dict[str, Any]:
     return {"detectors": figure}
 
 
-def main(words: Mapping[str, bool]) -> None:
+def main(check: bool) -> None:
     text = PAGE.read_text()
     made = page(text)
-    if words["check"]:
+    if check:
         sys.exit("run python tools/reproduction_page.py" if made != text else 0)
-    PAGE.write_text(made)
-    FIGURES.mkdir(exist_ok=True)
+    write_atomic(PAGE, made.encode())
     for name, figure in figures().items():
-        figure.savefig(FIGURES / f"{name}.svg", metadata={"Date": None})
+        save_figure(FIGURES / name, figure, "svg")
 
 
 if __name__ == "__main__":
-    main({"check": "--check" in sys.argv[1:]})
+    main(check="--check" in sys.argv[1:])
