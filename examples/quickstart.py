@@ -10,7 +10,7 @@ from foogd.runs import make_federation
 config = Config(
     rounds=6, clients=5, alpha=0.5, batch_size=64, lr=0.05, flip=True, corruptions=("brightness",), device="cpu"
 )
-method = FOOGD(FedAvg(), lambda_a=0.05)
+method = FOOGD(FedAvg())
 federation = make_federation(config)
 engine = EagerEngine(method, federation, config)
 

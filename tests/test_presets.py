@@ -41,7 +41,9 @@ def test_the_papers_settings(preset):
     config, method = resolve(read_preset(preset), {"method": "fedavg+foogd"})
     assert (config.rounds, config.local_epochs, config.batch_size) == (100, 5, 128)
     assert (config.lr, config.momentum, config.weight_decay) == (0.1, 0.9, 5e-4)
-    assert (method.lambda_m, method.lambda_a) == (0.5, 0.05)
+    assert (method.lambda_m, method.lambda_a) == (0.5, 0.01)
+    printed = resolve(read_preset(preset), {"method": "fedavg+foogd", "profile": "paper"})[1]
+    assert (printed.lambda_m, printed.lambda_a) == (0.5, 0.05)
     assert config.clients == (3 if preset == "pacs" else 10)
     assert config.backbone == ("wrn40-2" if preset.startswith("cifar") else "resnet18")
 
