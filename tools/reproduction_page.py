@@ -172,7 +172,7 @@ def figures() -> dict[str, Any]:
     import matplotlib
     from matplotlib.figure import Figure
 
-    groups = {key: runs for key, runs in whole_runs().items() if not key[0].endswith("first settings")}
+    groups = {key: runs for key, runs in whole_runs().items() if not key[0].endswith(" settings")}  # those of today
     methods = list(dict.fromkeys(method for method, _, _ in groups))
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8.6, 4.6), layout="constrained")
