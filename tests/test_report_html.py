@@ -210,6 +210,42 @@ def test_where_the_work_is_done_does_not_make_another_setting(tmp_path):
     assert [len(group.records) for group in scene.groups] == [2]
 
 
+def test_runs_with_more_out_sets_are_compared_on_those_that_all_have(tmp_path):
+    make_run(tmp_path / "a", seed=0, out=["fashion_out", "digits"])
+    make_run(tmp_path / "b", seed=1, out=["digits", "fashion_out", "noise"], names=["digits", "fashion_out", "noise"])
+    make_run(tmp_path / "f", "fedavg+foogd", seed=0, out=["fashion_out", "digits", "noise"])
+    collection = collect(find_runs([tmp_path]))
+    (scene,) = collection.scenes
+    assert scene.title == ""
+    assert [(group.label, len(group.records)) for group in scene.groups] == [("fedavg", 2), ("fedavg+foogd", 1)]
+    for record in collection.records:
+        assert {row.dataset for row in record.rows if row.split == "out"} == {"fashion_out", "digits"}
+        assert {one.name for one in record.samples.of("out")} == {"fashion_out", "digits"}
+        assert any(row.split == "in" for row in record.rows)
+        assert record.samples.of("in")
+    assert collection.notes == ("OUT set noise was left out: 2 of 3 runs to compare were tested on it.",)
+    assert "noise" not in str(scene.report.headline().markdown())
+    assert "noise was left out" in html_report(collection, maps=0)
+
+
+def test_runs_without_a_common_out_set_have_tables_of_their_own(tmp_path):
+    make_run(tmp_path / "a", out=["fashion_out"], samples=False)
+    make_run(tmp_path / "b", "fedavg+foogd", out=["digits"], samples=False)
+    make_run(tmp_path / "c", "fedrod", out=["digits"], names=["others"], samples=False)  # another set of that name
+    collection = collect(find_runs([tmp_path]))
+    assert [scene.title for scene in collection.scenes] == ["out = digits", "out = fashion_out"]
+    assert collection.notes == ()
+
+
+def test_each_table_keeps_the_out_sets_of_its_own_runs(tmp_path):
+    for alpha, outs in ((0.1, ["fashion_out", "digits"]), (5.0, ["digits"])):
+        make_run(tmp_path / f"a{alpha}", alpha=alpha, out=outs, samples=False)
+        make_run(tmp_path / f"f{alpha}", "fedavg+foogd", alpha=alpha, out=outs, samples=False)
+    few, more = collect(find_runs([tmp_path])).scenes
+    assert (few.title, more.title) == ("out = digits, alpha = 5", "out = fashion_out, digits, alpha = 0.1")
+    assert {row.dataset for row in more.report.rows if row.split == "out"} == {"fashion_out", "digits"}
+
+
 def test_a_run_that_stands_there_twice_counts_once(tmp_path):
     make_run(tmp_path / "a", samples=False)
     shutil.copytree(tmp_path / "a", tmp_path / "b")

@@ -59,6 +59,7 @@ class Record:
     rows: tuple[Row, ...]
     partition: Mapping[str, Any]
     answers: bool = True  # whether its single answers can be read, where it has any
+    outs: Mapping[str, str] | None = None  # the OUT sets that are looked at, as in `tested`; None: all
 
     @property
     def method(self) -> str:
@@ -85,7 +86,18 @@ class Record:
 
     @cached_property
     def samples(self) -> Samples | None:
-        return read_samples(self.folder) if self.answers else None
+        found = read_samples(self.folder) if self.answers else None
+        if found is None or self.outs is None:
+            return found
+        names = self.outs.values()
+        return replace(found, sets=tuple(one for one in found.sets if one.split != "out" or one.name in names))
+
+    @property
+    def tested(self) -> dict[str, str] | None:
+        """The OUT sets that have rows: what the settings call them, and their names; None where that is not clear."""
+        names = list(dict.fromkeys(row.dataset for row in self.rows if row.split == "out"))
+        specs = self.settings["out"]
+        return dict(zip(specs, names, strict=True)) if len(specs) == len(names) == len(set(specs)) else None
 
 
 @final
@@ -280,13 +292,15 @@ def collect(folders: Sequence[Path]) -> Collection:
     """The runs in these folders, grouped by what differs between them.
 
     Left out, with a note: folders that cannot be read, runs without an evaluated round, runs that stand there twice,
-    and runs that are not as far as their siblings with other seeds.
+    runs that are not as far as their siblings with other seeds, and OUT sets on which not all runs of a table were
+    tested.
     """
     records, notes, unread = _readable(folders)
     if not records:
         if len(unread) == len(folders) > 0:
             raise unread[0]
         raise InputError(f"there is nothing to report: none of {len(folders)} runs has an evaluated round")
+    records = _on_shared_outs(records, notes)
     in_setting = [key for key in _varying(records) if key in _DEFAULTS]
     in_variant = {
         method: [key for key in _varying([r for r in records if r.method == method]) if key not in _DEFAULTS]
@@ -295,7 +309,7 @@ def collect(folders: Sequence[Path]) -> Collection:
     lines: dict[str, list[Record]] = {}
     keys: dict[str, tuple[Settings, Settings]] = {}
     for record in records:
-        setting = tuple((key, record.settings[key]) for key in in_setting)
+        setting = tuple((key, _compared(record, key)) for key in in_setting)
         variant = tuple((key, record.settings.get(key)) for key in in_variant[record.method])
         line = repr((setting, record.method, variant))
         keys[line] = setting, variant
@@ -337,6 +351,42 @@ def _readable(folders: Sequence[Path]) -> tuple[list[Record], list[str], list[In
     return records, notes, unread
 
 
+def _on_shared_outs(records: Sequence[Record], notes: list[str]) -> list[Record]:
+    """Runs that differ in OUT sets alone, on those sets that all of them have; where they share none, as they are.
+
+    Every number is of one OUT set, so sets that were added later do not make another experiment.
+    """
+    others = [key for key in _varying(records) if key in _DEFAULTS and key != "out"]
+    alike: dict[str, list[int]] = {}
+    for place, record in enumerate(records):
+        alike.setdefault(repr([record.settings[key] for key in others]), []).append(place)
+    found, left_out = list(records), dict[str, tuple[int, int]]()
+    for places in alike.values():
+        tested = [records[place].tested for place in places]
+        if None in tested:
+            continue
+        pairs = [list((one or {}).items()) for one in tested]
+        shared = [pair for pair in pairs[0] if all(pair in other for other in pairs)]
+        dropped = dict.fromkeys(name for one in pairs for spec, name in one if (spec, name) not in shared)
+        if not shared or all(one == pairs[0] for one in pairs):
+            continue
+        outs = dict(shared)
+        for place in places:
+            rows = tuple(row for row in records[place].rows if row.split != "out" or row.dataset in outs.values())
+            found[place] = replace(records[place], rows=rows, outs=outs)
+        for name in dropped:
+            have, runs = left_out.get(name, (0, 0))
+            left_out[name] = have + sum(name in dict(one).values() for one in pairs), runs + len(places)
+    for name, (have, runs) in left_out.items():
+        notes.append(f"OUT set {name} was left out: {have} of {runs} runs to compare were tested on it.")
+    return found
+
+
+def _compared(record: Record, key: str) -> Any:
+    """A setting's value as runs are compared by it."""
+    return list(record.outs) if key == "out" and record.outs is not None else record.settings.get(key)
+
+
 def _siblings(members: Sequence[Record], notes: list[str]) -> tuple[Record, ...]:
     """One run a seed, all of them equally far: a mean over several rounds would be of nothing."""
     most = max(record.last_round for record in members)
@@ -359,7 +409,7 @@ def _siblings(members: Sequence[Record], notes: list[str]) -> tuple[Record, ...]
 def _varying(records: Sequence[Record]) -> list[str]:
     """The settings whose values differ between records that have them."""
     keys = dict.fromkeys(key for record in records for key in record.settings if key not in _SAME)
-    return [key for key in keys if len({repr(r.settings[key]) for r in records if key in r.settings}) > 1]
+    return [key for key in keys if len({repr(_compared(r, key)) for r in records if key in r.settings}) > 1]
 
 
 # The order of the paper's tables: methods without a private part, then those with one; FOOGD last in each.
