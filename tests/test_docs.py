@@ -1,6 +1,7 @@
 """Pages that are made from the code or from kept results say what these say."""
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -30,14 +31,22 @@ def test_the_tables_of_the_reproduction_are_what_its_rows_say():
     assert "<!-- detectors " in text
 
 
+def copied(page: ModuleType, name: str, target: Path, **changed: str) -> None:
+    """A kept run in another folder, with other settings."""
+    target.mkdir()
+    for file in ("config.toml", "environment.json", "rows.csv"):
+        text = (page.RESULTS / name / file).read_text()
+        for key, value in changed.items() if file == "config.toml" else ():
+            text, found = re.subn(rf"^{key} = .*$", f"{key} = {value}", text, flags=re.MULTILINE)
+            assert found == 1
+        (target / file).write_text(text)
+
+
 def test_every_number_of_the_reproduction_comes_from_a_row(tmp_path, monkeypatch):
     """A row that is changed shows in both tables; a run that is not there is named."""
     page = tool("reproduction_page")
     name = "fedavg+foogd-5.0-s21-second"
-    for file in ("config.toml", "environment.json", "rows.csv"):
-        text = (page.RESULTS / name / file).read_text()
-        (tmp_path / name).mkdir(exist_ok=True)
-        (tmp_path / name / file).write_text(text)
+    copied(page, name, tmp_path / name)
     rows = (tmp_path / name / "rows.csv").read_text().splitlines()
     at = next(i for i, row in enumerate(rows) if ",weighted,LSUN-like crop,out,,,score_energy,auroc," in row)
     parts = rows[at].split(",")
@@ -49,6 +58,35 @@ def test_every_number_of_the_reproduction_comes_from_a_row(tmp_path, monkeypatch
     assert made.count("| 12.3 |") == 2
     with pytest.raises(FileNotFoundError, match="fedavg-7"):
         page.page("<!-- detectors fedavg-7 -->\n<!-- end -->\n")
+
+
+def test_tables_hold_the_runs_on_their_data_with_the_numbers_printed_for_them(tmp_path, monkeypatch):
+    page = tool("reproduction_page")
+    name = "fedavg+foogd-5.0-s21"
+    copied(page, name, tmp_path / name)
+    copied(page, name, tmp_path / f"{name}-without-sag", lambda_a="0.0")
+    copied(page, name, tmp_path / "hundred-s1", data='"cifar100"', alpha="0.1")
+    pacs = {"data": '"pacs"', "partition": '"by_domain"', "leave_out": '"sketch"', "corruptions": "[]"}
+    copied(page, name, tmp_path / "pacs-s1", **pacs)
+    monkeypatch.setattr(page, "RESULTS", tmp_path)
+
+    def lines(block: str) -> list[list[str]]:
+        made = page.page(f"<!-- {block} -->\n<!-- end -->\n").splitlines()
+        return [[cell.strip() for cell in line.split("|")[1:-1]] for line in made if line.startswith("|")]
+
+    heads, _, first, *rest = lines("runs")
+    assert (heads[:2], first[:2], first[6]) == (["method", "alpha"], ["fedavg+foogd", "5"], "88.6 (88.9)")
+    assert [line[5] for line in rest] == ["score norm", "score + energy", "score + energy, own classes"]
+    assert lines("runs cifar100")[2][:2] == ["fedavg+foogd", "0.1"]
+    assert lines("runs cifar100")[2][6] == "88.6 (53.8)"
+    heads, _, first, *_ = lines("runs pacs")
+    assert (heads[1], first[1], first[7]) == ("left out", "sketch", "88.1 (41.4)")
+    _, _, *both = lines(f"variants {name} {name}-without-sag")
+    # The paper has its own numbers for the ablation.
+    assert [(line[0], line[6]) for line in both if line[0]] == [
+        ("as it is", "88.6 (88.9)"),
+        ("without sag", "88.6 (87.9)"),
+    ]
 
 
 def test_kept_runs_can_be_repeated():

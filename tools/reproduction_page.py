@@ -3,7 +3,8 @@
 python tools/reproduction_page.py            writes page and figures
 python tools/reproduction_page.py --check    fails where the page is not what the rows say
 
-A block of the page begins with <!-- runs --> (every whole run beside the published numbers) or with
+A block of the page begins with <!-- runs DATA --> (every whole run on these data, CIFAR-10 where none are named, beside
+the published numbers), <!-- variants RUN... --> (single runs beside each other, named after what follows the seed) or
 <!-- detectors RUN... --> (every detector of these runs, their mean where there are several seeds), and ends with
 <!-- end -->.
 """
@@ -47,6 +48,13 @@ class Kept:
         found = tomllib.loads((RESULTS / self.name / "config.toml").read_text())
         return {key: value for key, value in found.items() if not isinstance(value, dict)}
 
+    @property
+    def split_by(self) -> str:
+        """How the data are split over clients: alpha, or the domain that nobody trains on."""
+        if self.settings["partition"] == "by_domain":
+            return str(self.settings["leave_out"])
+        return f"{self.settings['alpha']:g}"
+
     @cached_property
     def commit(self) -> str:
         return str(json.loads((RESULTS / self.name / "environment.json").read_text())["commit"])[:7]
@@ -81,24 +89,25 @@ class Kept:
         return [name for name in NAMES if name in found]
 
 
-def whole_runs() -> dict[tuple[str, float, int], list[Kept]]:
-    """Runs that trained everything from the start, by method, alpha and rounds, each with its seeds.
+def whole_runs(data: str) -> dict[tuple[str, str, int], list[Kept]]:
+    """Runs that trained everything from the start, by method, split of the data and rounds, each with its seeds.
 
     A run with settings of FOOGD that were the default once is named after them: RUN-s21-second.
     """
-    groups: dict[tuple[str, float, int], list[Kept]] = {}
+    groups: dict[tuple[str, str, int], list[Kept]] = {}
     for folder in sorted(RESULTS.iterdir()):
         name = re.fullmatch(r".*-s\d+(?:-(?P<older>first|second))?", folder.name)
-        if name is None:
+        if name is None or Kept(folder.name).settings["data"] != data:
             continue
-        s = Kept(folder.name).settings
-        method = str(s["method"]) + (f", {name['older']} settings" if name["older"] else "")
-        groups.setdefault((method, float(s["alpha"]), int(s["rounds"])), []).append(Kept(folder.name))
+        run = Kept(folder.name)
+        method = str(run.settings["method"]) + (f", {name['older']} settings" if name["older"] else "")
+        groups.setdefault((method, run.split_by, int(run.settings["rounds"])), []).append(run)
     order = ["fedavg", "fedavg+aug", "fedavg+foogd", "fedrod", "fedrod+foogd"]
 
-    def place(group: tuple[str, float, int]) -> tuple[float, int, str]:
+    def place(group: tuple[str, str, int]) -> tuple[float, int, str]:
         base = group[0].partition(",")[0]
-        return -group[1], order.index(base) if base in order else len(order), group[0]
+        alpha = -groups[group][0].settings["alpha"]
+        return alpha, order.index(base) if base in order else len(order), group[0]
 
     return {group: groups[group] for group in sorted(groups, key=place)}
 
@@ -107,36 +116,55 @@ def spread(values: Sequence[float]) -> str:
     return f"{mean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else "")
 
 
-def runs_table() -> str:
+def lines_of(name: str, runs: Sequence[Kept]) -> list[tuple[str, ...]]:
+    """A line for MSP and one for each detector of ours, published numbers in brackets."""
     lines = []
-    for (method, alpha, rounds), runs in whole_runs().items():
-        name = method.partition(",")[0]
-        foogd = name.endswith("+foogd")
-        for detector in ("msp", *(ours for ours in OURS if ours in runs[0].detectors)):
-            # The paper has the score norm for FOOGD and MSP for all others.
-            printed_for = "score_norm" if foogd else "msp"
-            cells = []
-            for metric, split in (("accuracy", "in"), ("accuracy", "in-c"), ("fpr95", "out"), ("auroc", "out")):
-                if metric == "accuracy":
-                    values = [run.accuracy(split) for run in runs]
-                else:
-                    values = [run.detection(detector, metric)["LSUN-like crop"] for run in runs]
-                printed = published(
-                    {"data": "cifar10", "alpha": alpha, "method": name},
-                    metric=metric,
-                    split=split,
-                    dataset="lsun_c" if split == "out" else "",
-                    detector=printed_for if split == "out" else "",
-                    corruption="brightness" if split == "in-c" else "",
-                )
-                here = detector == (printed_for if split == "out" else "msp")  # an accuracy is shown once
-                cells.append(spread(values) + (f" ({printed.mean:.1f})" if printed and here else ""))
-            means = [run.mean(detector, "auroc") for run in runs]
-            who = [method, f"{alpha:g}", str(rounds), str(len(runs)), ", ".join(dict.fromkeys(r.commit for r in runs))]
-            lines.append((*(who if detector == "msp" else [""] * 5), NAMES[detector], *cells, spread(means)))
-    words = ("method", "alpha", "rounds", "seeds", "commit", "detector")
+    settings = runs[0].settings
+    # The paper has the score norm for FOOGD and MSP for all others; it prints PACS's shifted domain as one number.
+    printed_for = "score_norm" if str(settings["method"]).endswith("+foogd") else "msp"
+    shift = ",".join(settings["corruptions"])
+    for detector in ("msp", *(ours for ours in OURS if ours in runs[0].detectors)):
+        cells = []
+        for metric, split in (("accuracy", "in"), ("accuracy", "in-c"), ("fpr95", "out"), ("auroc", "out")):
+            if metric == "accuracy":
+                values = [run.accuracy(split) for run in runs]
+            else:
+                values = [run.detection(detector, metric)["LSUN-like crop"] for run in runs]
+            printed = published(
+                settings,
+                metric=metric,
+                split=split,
+                dataset="lsun_c" if split == "out" else "",
+                detector=printed_for if split == "out" else "",
+                corruption=shift if split == "in-c" else "",
+            )
+            here = detector == (printed_for if split == "out" else "msp")  # an accuracy is shown once
+            cells.append(spread(values) + (f" ({printed.mean:.1f})" if printed and here else ""))
+        means = [run.mean(detector, "auroc") for run in runs]
+        commits = ", ".join(dict.fromkeys(run.commit for run in runs))
+        who = [name, runs[0].split_by, str(settings["rounds"]), str(len(runs)), commits]
+        lines.append((*(who if detector == "msp" else [""] * 5), NAMES[detector], *cells, spread(means)))
+    return lines
+
+
+def lines_table(first: str, split_by: str, lines: Sequence[tuple[str, ...]]) -> str:
+    words = (first, split_by, "rounds", "seeds", "commit", "detector")
     numbers = ("ACC-IN", "ACC-IN-C", "FPR95 LSUN-like crop", "AUROC LSUN-like crop", "AUROC, mean of four OUT sets")
     return Table("", (*words, *numbers), tuple(lines)).markdown(words=(0, 1, 4, 5))
+
+
+def runs_table(data: str) -> str:
+    lines = [line for (method, _, _), runs in whole_runs(data).items() for line in lines_of(method, runs)]
+    return lines_table("method", "left out" if data == "pacs" else "alpha", lines)
+
+
+def variants_table(runs: Sequence[Kept]) -> str:
+    """Runs of one method and split beside each other, named after what follows the seed in their names."""
+    lines = []
+    for run in runs:
+        name = re.sub(r".*-s\d+-?", "", run.name).replace("-", " ") or "as it is"
+        lines += lines_of(name, [run])
+    return lines_table("variant", "left out" if runs[0].settings["data"] == "pacs" else "alpha", lines)
 
 
 def detectors_table(runs: Sequence[Kept]) -> str:
@@ -161,10 +189,13 @@ def page(text: str) -> str:
 
     def fill(match: re.Match[str]) -> str:
         kind, *names = match["what"].split()
-        made = runs_table() if kind == "runs" else detectors_table([Kept(name) for name in names])
+        if kind == "runs":
+            made = runs_table(*names or ["cifar10"])
+        else:
+            made = {"variants": variants_table, "detectors": detectors_table}[kind]([Kept(name) for name in names])
         return f"<!-- {match['what']} -->\n\n{made}\n\n<!-- end -->"
 
-    return re.sub(r"<!-- (?P<what>(?:runs|detectors)[^>]*?) -->.*?<!-- end -->", fill, text, flags=re.DOTALL)
+    return re.sub(r"<!-- (?P<what>(?:runs|variants|detectors)[^>]*?) -->.*?<!-- end -->", fill, text, flags=re.DOTALL)
 
 
 def figures() -> dict[str, Any]:
@@ -172,12 +203,13 @@ def figures() -> dict[str, Any]:
     import matplotlib
     from matplotlib.figure import Figure
 
-    groups = {key: runs for key, runs in whole_runs().items() if not key[0].endswith(" settings")}  # those of today
+    # With the settings of today.
+    groups = {key: runs for key, runs in whole_runs("cifar10").items() if not key[0].endswith(" settings")}
     methods = list(dict.fromkeys(method for method, _, _ in groups))
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8.6, 4.6), layout="constrained")
         panels = figure.subplots(1, 2, sharey=True)
-        for axes, alpha in zip(panels, (5.0, 0.1), strict=True):
+        for axes, alpha in zip(panels, ("5", "0.1"), strict=True):
             for (method, of, _), runs in groups.items():
                 if of != alpha:
                     continue
@@ -191,7 +223,7 @@ def figures() -> dict[str, Any]:
                     alpha=0.85,
                     label=method,
                 )
-            axes.set_title(f"alpha {alpha:g}")
+            axes.set_title(f"alpha {alpha}")
             axes.set_xlabel("AUROC in %, mean of four OUT sets")
             axes.set_yticks(range(len(NAMES)), list(NAMES.values()))
             axes.set_xlim(50, 100)  # below is no better than a coin
