@@ -118,15 +118,20 @@ def main() -> None:
     words.add_argument("run", type=Path)
     words.add_argument("--data-root")
     words.add_argument("--outs", help="OUT sets instead of the run's, as in lsun_c,svhn")
+    words.add_argument("--corruptions", help="kinds of IN-C instead of the run's, as in gaussian_noise,fog")
+    words.add_argument("--severity", type=int, default=5, help="of IN-C")
     words.add_argument("--part", choices=("all", "spaces", "scores"), default="all")
     words.add_argument("--steps", type=int, default=240, help="of the networks that learn")
     words.add_argument("--images", type=int, default=6000, help="training images; a sixth of it of each test set")
     args = words.parse_args()
     config, method = read_run_config(args.run / "config.toml")
-    # Clean images, and of IN-C the hardest: nothing else is looked at.
+    # Clean images, and of IN-C one severity: nothing else is looked at.
     root = args.data_root or config.data_root
     outs = tuple(args.outs.split(",")) if args.outs else config.out
-    config = replace(config, data_root=root, out=outs, severities=(5,), device="cpu", eval_batch=250)
+    kinds = tuple(args.corruptions.split(",")) if args.corruptions else config.corruptions
+    config = replace(
+        config, data_root=root, out=outs, corruptions=kinds, severities=(args.severity,), device="cpu", eval_batch=250
+    )
     run = Run(args.run, config, method)
     state, federation = run.state(), run.federation
     evaluator = Evaluator(run.engine, {})
@@ -160,11 +165,13 @@ def main() -> None:
         print(f"{about}; {len(z)} training images, commit {source_commit()}, torch {torch.__version__}\n")
         outs = [key for key in tests if "/" not in key]
         columns = ["space", "classes of", "score", "sigma", *tests, "mean of OUT"]
-        columns += [f"with energy: {key}" for key in [*outs, "mean of OUT"]]
+        columns += [f"with energy: {key}" for key in [*tests, "mean of OUT"]]
         print(f"| {' | '.join(columns)} |")
         print("|" + " --- |" * 3 + " ---: |" * (len(columns) - 3))
 
-        def line(space: str, whose: str, kind: str, sigma: float, norms: dict[int, Space]) -> None:
+        def line(
+            space: str, whose: str, kind: str, sigma: float, norms: dict[int, Space], *, joins: bool = True
+        ) -> None:
             single: dict[str, float] = dict.fromkeys(tests, 0.0)
             joined: dict[str, float] = dict.fromkeys(tests, 0.0)
             total = sum(map(len, inside.values()))
@@ -181,13 +188,14 @@ def main() -> None:
                         alpha * scores + energy(head(x)), alpha * found + energy(head(out))
                     )
             # Shifted images are of all classes, so for the classes of a client they say nothing.
-            shown = {key: value for key, value in single.items() if whose == "all" or key in outs}
-            cells = [f"{100 * shown[key]:.1f}" if key in shown else "" for key in single]
-            cells.append(f"{100 * sum(single[key] for key in outs) / len(outs):.1f}")
-            cells += [f"{100 * joined[key]:.1f}" for key in outs]
-            cells.append(f"{100 * sum(joined[key] for key in outs) / len(outs):.1f}")
+            cells = []
+            for found_, shows in ((single, True), (joined, joins)):
+                mean = sum(found_[key] for key in outs) / len(outs)
+                told = [found_[key] if whose == "all" or key in outs else None for key in found_]
+                cells += [f"{100 * value:.1f}" if value is not None and shows else "" for value in [*told, mean]]
             print(f"| {space} | {whose} | {kind} | {sigma} | " + " | ".join(cells) + " |", flush=True)
 
+        line("logits", "all", "energy", 0.0, dict.fromkeys(inside, lambda x: energy(head(x))), joins=False)
         for name, space in spaces(z).items() if args.part != "scores" else ():
             u = space(z)
             for sigma in (0.3, 0.5, 1.0):
