@@ -237,6 +237,18 @@ def test_runs_without_a_common_out_set_have_tables_of_their_own(tmp_path):
     assert collection.notes == ()
 
 
+def test_two_sets_under_one_path_are_not_one_set(tmp_path):
+    make_run(tmp_path / "a", out=["digits", "fashion_out"])
+    make_run(tmp_path / "b", "fedrod", out=["fashion_out", "digits"], names=["fashion_out", "others"])
+    collection = collect(find_runs([tmp_path]))
+    (scene,) = collection.scenes
+    assert {row.dataset for row in scene.report.rows if row.split == "out"} == {"fashion_out"}
+    assert [note.partition(":")[0] for note in collection.notes] == [
+        "OUT set digits was left out",
+        "OUT set others was left out",
+    ]
+
+
 def test_each_table_keeps_the_out_sets_of_its_own_runs(tmp_path):
     for alpha, outs in ((0.1, ["fashion_out", "digits"]), (5.0, ["digits"])):
         make_run(tmp_path / f"a{alpha}", alpha=alpha, out=outs, samples=False)
