@@ -189,10 +189,10 @@ def main() -> None:
                     )
             # Shifted images are of all classes, so for the classes of a client they say nothing.
             cells = []
-            for found_, shows in ((single, True), (joined, joins)):
-                mean = sum(found_[key] for key in outs) / len(outs)
-                told = [found_[key] if whose == "all" or key in outs else None for key in found_]
-                cells += [f"{100 * value:.1f}" if value is not None and shows else "" for value in [*told, mean]]
+            for numbers, shows in ((single, True), (joined, joins)):
+                told = [value if whose == "all" or key in outs else None for key, value in numbers.items()]
+                told.append(sum(numbers[key] for key in outs) / len(outs))
+                cells += [f"{100 * value:.1f}" if value is not None and shows else "" for value in told]
             print(f"| {space} | {whose} | {kind} | {sigma} | " + " | ".join(cells) + " |", flush=True)
 
         line("logits", "all", "energy", 0.0, dict.fromkeys(inside, lambda x: energy(head(x))), joins=False)

@@ -34,9 +34,8 @@ def directions(centred: Tensor) -> float:
 
 def study(folder: Path, data_root: str | None, images: int) -> tuple[str, ...]:
     config, method = read_run_config(folder / "config.toml")
-    config = replace(
-        config, data_root=data_root or config.data_root, out=config.out[:1], corruptions=(), device="cpu", init=""
-    )
+    root = data_root or config.data_root
+    config = replace(config, data_root=root, out=config.out[:1], corruptions=(), device="cpu")
     run = Run(folder, config, method)
     state, federation, nets = run.state(), run.federation, run.engine.nets()
     run.engine.layout.bind(nets, state.server.shared, state.clients[0].personal)
@@ -51,8 +50,8 @@ def study(folder: Path, data_root: str | None, images: int) -> tuple[str, ...]:
             x = test.batch(some)
             partner = x[torch.randperm(len(x), generator=draw)]
             x_hat = fourier_mix(x, partner, torch.rand(len(x), generator=draw))
-            for images_, features in ((x, first), (x_hat, second)):
-                features.append(nets["backbone"]((images_ - mean) / std).double())
+            for seen, features in ((x, first), (x_hat, second)):
+                features.append(nets["backbone"]((seen - mean) / std).double())
     z, z_hat, y = torch.cat(first), torch.cat(second), test.labels[chosen]
     centred = z - z.mean(0)
     inside = torch.cat([z[y == c] - z[y == c].mean(0) for c in y.unique()])

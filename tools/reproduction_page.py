@@ -97,9 +97,9 @@ def whole_runs(data: str) -> dict[tuple[str, str, int], list[Kept]]:
     groups: dict[tuple[str, str, int], list[Kept]] = {}
     for folder in sorted(RESULTS.iterdir()):
         name = re.fullmatch(r".*-s\d+(?:-(?P<older>first|second))?", folder.name)
-        if name is None or Kept(folder.name).settings["data"] != data:
-            continue
         run = Kept(folder.name)
+        if name is None or run.settings["data"] != data:
+            continue
         method = str(run.settings["method"]) + (f", {name['older']} settings" if name["older"] else "")
         groups.setdefault((method, run.split_by, int(run.settings["rounds"])), []).append(run)
     order = ["fedavg", "fedavg+aug", "fedavg+foogd", "fedrod", "fedrod+foogd"]
@@ -147,15 +147,15 @@ def lines_of(name: str, runs: Sequence[Kept]) -> list[tuple[str, ...]]:
     return lines
 
 
-def lines_table(first: str, split_by: str, lines: Sequence[tuple[str, ...]]) -> str:
-    words = (first, split_by, "rounds", "seeds", "commit", "detector")
+def lines_table(first: str, data: str, lines: Sequence[tuple[str, ...]]) -> str:
+    words = (first, "left out" if data == "pacs" else "alpha", "rounds", "seeds", "commit", "detector")
     numbers = ("ACC-IN", "ACC-IN-C", "FPR95 LSUN-like crop", "AUROC LSUN-like crop", "AUROC, mean of four OUT sets")
     return Table("", (*words, *numbers), tuple(lines)).markdown(words=(0, 1, 4, 5))
 
 
 def runs_table(data: str) -> str:
     lines = [line for (method, _, _), runs in whole_runs(data).items() for line in lines_of(method, runs)]
-    return lines_table("method", "left out" if data == "pacs" else "alpha", lines)
+    return lines_table("method", data, lines)
 
 
 def variants_table(runs: Sequence[Kept]) -> str:
@@ -164,7 +164,7 @@ def variants_table(runs: Sequence[Kept]) -> str:
     for run in runs:
         name = re.sub(r".*-s\d+-?", "", run.name).replace("-", " ") or "as it is"
         lines += lines_of(name, [run])
-    return lines_table("variant", "left out" if runs[0].settings["data"] == "pacs" else "alpha", lines)
+    return lines_table("variant", str(runs[0].settings["data"]), lines)
 
 
 def detectors_table(runs: Sequence[Kept]) -> str:
