@@ -33,7 +33,7 @@ class FedTHE(Method):
     """A shared head and a private one that stands alone, weighed for each test image by entropy and history.
 
     The private head starts at 0: it depends on no draw, its problem is convex, and a client that has never taken part
-    then predicts the class of the shared head, whatever the weights.
+    then predicts the class of the shared head, whatever the weights. It learns from the second round on.
     """
 
     views: int = field(default=1, metadata={"choices": (1, 2), "help": "2: losses on the augmented view too"})
@@ -87,8 +87,11 @@ class FedTHE(Method):
         return {"feature": torch.zeros(feature_width(backbone), device=next(backbone.parameters()).device)}
 
     def phases(self, round: int, rounds: int, epochs: int) -> Sequence[Phase]:
-        # The private head goes with the body that all clients share, not with what a client makes of it.
-        return (Phase(("model",), epochs), Phase(("personal",), 1, received=True))
+        model = Phase(("model",), epochs)
+        # The private head goes with the body that all clients share, not with what a client makes of it. In the first
+        # round that body has learned nothing, and without statistics its normalisation lets features grow a
+        # hundredfold: a head fitted to them would be of random logits, and take many rounds to forget them.
+        return (model, Phase(("personal",), 1, received=True)) if round > 0 else (model,)
 
     def losses(self, nets: Nets, batch: Batch, ctx: Context) -> dict[str, Tensor]:
         batch = both_views(batch)
