@@ -588,6 +588,24 @@ def rows_of(values, **about):
     return [Row(**{**blank, **about, "seed": seed, "value": value}) for seed, value in enumerate(values)]
 
 
+def test_a_method_that_adapts_to_its_test_stream_is_read_with_care(tmp_path):
+    def cautions(**settings):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        make_run(folder / "a", "fedavg", samples=False)
+        make_run(folder / "b", samples=False, **settings)
+        return findings(collect(find_runs([folder])))[-1].text
+
+    assert "fedt3a adapts to the test stream" in cautions(method="fedt3a")
+    assert "fedthe+foogd adapts" in cautions(method="fedthe+foogd")
+    assert "stream" not in cautions(method="fedt3a", adapt=False)
+    assert "stream" not in cautions(method="fedrod")
+    folder = tmp_path / "changed by hand"
+    make_run(folder, "foster", samples=False)
+    config = folder / "config.toml"
+    config.write_text(re.sub(r"(?m)^select = .*", "select = 1000000", config.read_text()))
+    assert "stream" not in findings(collect(find_runs([folder])))[-1].text
+
+
 def test_the_best_is_named_and_a_small_lead_is_called_level(demo, tmp_path):
     texts = {one.title: one.text for one in findings(collect(find_runs([demo])))}
     assert texts["Clean images"].startswith("fedrod+foogd classifies")

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
+from .errors import InputError
+from .methods import METHODS, make_method, method_fields, split_name
 from .published import DOMAINS, departures
-from .records import Collection, Scene, shown
+from .records import Collection, Record, Scene, shown
 from .report import Cell, Grid, Measure, Report, detector_name, paper_detector
 
 HARD = 80.0  # an AUROC below it is called hard, in %
@@ -327,6 +329,13 @@ def _cautions(collection: Collection) -> Iterator[Finding]:
     made_up = list(dict.fromkeys(record.stand_in for record in records if record.stand_in))
     if made_up:
         parts.insert(0, f"NOT REAL DATA: the images of {', '.join(made_up)} are made up.")
+    adapting = list(dict.fromkeys(record.method for record in records if _adapts(record)))
+    if adapting:
+        one = len(adapting) == 1
+        parts.append(
+            f"{', '.join(adapting)} {'adapts' if one else 'adapt'} to the test stream, and every test set was a stream "
+            f"of its own: what {'its' if one else 'their'} detectors tell apart may be streams rather than images."
+        )
     unfinished = [record for record in records if not record.finished]
     if unfinished:
         some = ", ".join(f"{r.folder.name} ({r.last_round} of {r.settings['rounds']})" for r in unfinished[:3])
@@ -347,6 +356,21 @@ def _cautions(collection: Collection) -> Iterator[Finding]:
     parts += collection.notes
     if parts:
         yield Finding("To keep in mind", " ".join(parts), "note")
+
+
+def _adapts(record: Record) -> bool:
+    """Whether the run's method answered for an OUT image after it had seen others of its set.
+
+    A method from a file of someone's own is not known here: a report runs no code of its runs.
+    """
+    if split_name(record.method)[0] not in METHODS:
+        return False
+    own = {key: record.settings[key] for key in method_fields(record.method) if key in record.settings}
+    try:
+        method = make_method(record.method, own)
+    except InputError:  # settings of another version, or changed by hand; their results can still be shown
+        return False
+    return method.adapts and any(row.split == "out" for row in record.rows)
 
 
 def _fewer_seeds(collection: Collection) -> list[str]:
