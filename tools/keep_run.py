@@ -29,9 +29,11 @@ def main(folders: list[str]) -> None:
                 values = row.as_dict() | {"value": round(row.value, 6)}
                 writer.writerow(["" if values[key] is None else values[key] for key in KEPT])
         write_atomic(place / "rows.csv", text.getvalue().encode())
-        rounds = ["round,seconds," + ",".join(sorted(read_rounds(folder)[0]["losses"]))]
-        for line in read_rounds(folder):
-            losses = [f"{line['losses'][group]:.4f}" for group in sorted(line["losses"])]
+        lines = read_rounds(folder)
+        groups = sorted({group for line in lines for group in line["losses"]})  # not all learn in every round
+        rounds = [",".join(["round", "seconds", *groups])]
+        for line in lines:
+            losses = [f"{line['losses'][group]:.4f}" if group in line["losses"] else "" for group in groups]
             rounds.append(",".join([str(line["round"]), f"{line['seconds']:.2f}", *losses]))
         write_atomic(place / "rounds.csv", ("\n".join(rounds) + "\n").encode())
 
