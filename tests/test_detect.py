@@ -33,6 +33,7 @@ from foogd.detect import (
     MaxLogit,
     ReAct,
     ScoreEnergy,
+    ScoreNear,
     ScoreNorm,
     ScoreOwn,
     ViM,
@@ -61,7 +62,10 @@ def model() -> Readout:
     def score(z: Tensor, sigma: float | None = None) -> Tensor:
         return -z / (1 + (sigma or 0.0) ** 2)
 
-    return Readout(lambda z: z @ weight.T, weight, torch.zeros(CLASSES), score, lambda z, classes, sigma=None: score(z))
+    def class_score(z: Tensor, classes: Tensor, sigma: float | None = None) -> Tensor:
+        return score(z)
+
+    return Readout(lambda z: z @ weight.T, weight, torch.zeros(CLASSES), score, class_score, score_space=lambda z: z)
 
 
 def outputs(n: int = 60, seed: int = 0) -> Output:
@@ -249,9 +253,10 @@ def test_score_norm_asks_for_its_noise_level() -> None:
 def test_detectors_say_whether_they_apply() -> None:
     plain = Readout(model().head)
     lacking = {name for name, detector in DETECTORS.items() if not detector.applies(plain)}
-    assert lacking == {"score_norm", "score_energy", "score_own", "dice", "vim"}
+    assert lacking == {"score_norm", "score_energy", "score_own", "score_near", "dice", "vim"}
     assert all(d.applies(model()) for d in DETECTORS.values())
-    heads = {"score_norm", "score_energy", "score_own", "ash", "ash_p", "ash_s", "react", "dice", "vim"}
+    scores = {"score_norm", "score_energy", "score_own", "score_near"}
+    heads = scores | {"ash", "ash_p", "ash_s", "react", "dice", "vim"}
     assert {name for name, d in DETECTORS.items() if not d.applies(None)} == heads
     for readout in (None, plain):
         with pytest.raises(InputError, match="score network"):
@@ -267,14 +272,14 @@ def test_detectors_say_whether_they_apply() -> None:
 def test_every_detector_describes_itself() -> None:
     assert list(DETECTORS) == [
         "msp", "max_logit", "energy", "ash", "ash_p", "ash_s", "react", "dice", "vim", "knn", "mahalanobis",
-        "gradnorm", "score_norm", "score_energy", "score_own", "gaussian",
+        "gradnorm", "score_norm", "score_energy", "score_own", "score_near", "gaussian",
     ]  # fmt: skip
     for detector in DETECTORS.values():
         assert detector.description
         assert "\n" not in detector.description
         assert detector.paper
         assert detector.passes >= 0
-        assert detector.local == isinstance(detector, KNN | ScoreOwn)
+        assert detector.local == isinstance(detector, KNN | ScoreOwn | ScoreNear)
         learnt = [f.name for f in fields(detector) if "help" not in f.metadata]
         assert bool(learnt) == bool(detector.passes)
         assert all(getattr(detector, name) is None for name in learnt)
@@ -314,11 +319,15 @@ def one_minus(z: Tensor, classes: Tensor, sigma: float | None = None) -> Tensor:
     return 1 - z
 
 
+def same(z: Tensor) -> Tensor:
+    return z
+
+
 def linear(seed: int = 0) -> Readout:
     """A linear head in float64 with all its weights, and a score."""
     weight = torch.randn(CLASSES, D, generator=stream(seed), dtype=torch.float64) / 4
     bias = torch.randn(CLASSES, generator=stream(seed + 100), dtype=torch.float64)
-    return Readout(lambda z: z @ weight.T + bias, weight, bias, lambda z, sigma=None: 1 - z, one_minus)
+    return Readout(lambda z: z @ weight.T + bias, weight, bias, lambda z, sigma=None: 1 - z, one_minus, same)
 
 
 def features(n: int, seed: int = 0, readout: Readout | None = None) -> tuple[Output, Tensor]:
@@ -398,7 +407,7 @@ def test_poor_training_features_give_finite_scores(detector: Detector, damage) -
     readout, (data, _), (test, _) = linear(), features(60), features(20, seed=1)
     for dtype in (torch.float32, torch.float64):
         z, weight, bias = damage(data.z).to(dtype), readout.weight.to(dtype), readout.bias.to(dtype)
-        head = Readout(lambda z, w=weight, b=bias: z @ w.T + b, weight, bias, lambda z, sigma=None: 1 - z, one_minus)
+        head = replace(readout, head=lambda z, w=weight, b=bias: z @ w.T + b, weight=weight, bias=bias)
         y = torch.arange(len(z)) % (CLASSES - 1)  # nobody has the last class
         learnt, _ = totals(detector, [(Output(z, head.head(z)), y, head)])
         for scale in (0.0, 1.0, 1e4):
@@ -409,7 +418,7 @@ def test_poor_training_features_give_finite_scores(detector: Detector, damage) -
 @pytest.mark.parametrize("detector", learning_detectors(), ids=name_of)
 def test_a_model_that_has_diverged_scores_nan_and_does_not_stop_the_evaluation(detector: Detector) -> None:
     z, weight = torch.full((8, D), math.nan), torch.full((CLASSES, D), math.nan)
-    readout = Readout(lambda z: z @ weight.T, weight, weight[:, 0], lambda z, sigma=None: -z, lambda z, own: -z)
+    readout = Readout(lambda z: z @ weight.T, weight, weight[:, 0], lambda z, sigma=None: -z, one_minus, same)
     data = Output(z, readout.head(z))
     learnt, _ = totals(detector, [(data, torch.zeros(8, dtype=torch.long), readout)])
     assert learnt(data, readout).isnan().all()
@@ -512,6 +521,52 @@ def test_score_own_is_score_energy_of_the_clients_own_classes() -> None:
     assert not ScoreOwn().applies(replace(readout, class_score=None))
     with pytest.raises(InputError, match="knows classes"):
         fitted(test, replace(readout, class_score=None))
+
+
+def test_score_near_joins_the_distance_in_the_scores_space_with_the_energy() -> None:
+    (data, labels), (test, _) = features(300), features(50, seed=1)
+    readout = replace(linear(), score=lambda z, sigma=None: z, score_space=lambda z: z[:, :3] * 2)
+    near = ScoreNear(k=7).fit(ScoreNear(k=7).statistics(data, labels, readout))
+    bank, seen = 2 * data.z[:, :3].numpy(), 2 * test.z[:, :3].numpy()
+
+    def kth(points: np.ndarray, k: int) -> np.ndarray:
+        return np.sort(np.linalg.norm(points[:, None] - bank, axis=2), axis=1)[:, k]
+
+    logits = readout.head(test.z).numpy()
+    alpha = abs(readout.head(data.z).numpy().max(1).mean()) / kth(bank, 7).mean()  # place 0 is the feature itself
+    wanted = alpha * kth(seen, 6) - np.log(np.exp(logits).sum(1))
+    np.testing.assert_allclose(near(test, readout).numpy(), wanted, rtol=1e-6)
+    assert not ScoreNear().applies(replace(readout, score_space=None))
+    with pytest.raises(InputError, match="score network"):
+        near(test, replace(readout, score_space=None))
+    with pytest.raises(InputError, match="no training features"):
+        ScoreNear().fit(ScoreNear().statistics(Output(data.z[:0], data.logits[:0]), labels[:0], readout))
+
+
+@pytest.mark.parametrize("count", [1, 2, 2500])
+def test_score_near_takes_few_features_and_many(count: int) -> None:
+    data, labels = features(count)
+    readout = replace(linear(), score=lambda z, sigma=None: z, score_space=lambda z: z)
+    near = ScoreNear().fit(ScoreNear().statistics(data, labels, readout))
+    scores = near(features(20, seed=1)[0], readout)
+    assert bool(scores.isfinite().all())
+    assert near.alpha is not None
+    assert (near.alpha > 0) == (count > 1)  # a feature alone has no neighbour
+
+
+def test_with_little_noise_the_score_of_given_points_is_as_long_as_the_way_to_the_nearest() -> None:
+    """What `ScoreNear` relies on: σ²·‖∇ log Σ_i exp(−‖u − u_i‖²/2σ²)‖ → min_i ‖u − u_i‖."""
+    stream = torch.Generator().manual_seed(0)
+    points = torch.randn(200, 8, generator=stream, dtype=torch.float64)
+    u = torch.randn(40, 8, generator=stream, dtype=torch.float64).requires_grad_()
+    sigma = 0.002
+    log_density = torch.logsumexp(-torch.cdist(u, points).square() / (2 * sigma**2), 1)
+    (score,) = torch.autograd.grad(log_density.sum(), u)
+    readout = Readout(lambda z: torch.ones(len(z), CLASSES, dtype=z.dtype), score_space=lambda z: z)
+    near = ScoreNear(k=1).fit(ScoreNear(k=1).statistics(Output(points, points), torch.zeros(200), readout))
+    assert near.alpha is not None
+    distance = (near(Output(u.detach(), u.detach()), readout) + 1 + np.log(CLASSES)) / near.alpha
+    torch.testing.assert_close(sigma**2 * score.norm(dim=1), distance, rtol=0.02, atol=0.0)
 
 
 def test_vim_has_no_residual_in_the_principal_space() -> None:

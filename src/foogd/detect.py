@@ -14,7 +14,7 @@ from .detector import Detector as Detector
 from .detector import energy as energy
 from .detector import linear_logits
 from .errors import InputError
-from .fitted import DICE, KNN, Gaussian, Mahalanobis, ReAct, ScoreEnergy, ScoreOwn, ViM
+from .fitted import DICE, KNN, Gaussian, Mahalanobis, ReAct, ScoreEnergy, ScoreNear, ScoreOwn, ViM
 from .plugins import load_object
 from .types import Output, Readout
 
@@ -188,6 +188,7 @@ DETECTORS: dict[str, Detector] = {
     "score_norm": ScoreNorm(),
     "score_energy": ScoreEnergy(),
     "score_own": ScoreOwn(),
+    "score_near": ScoreNear(),
     "gaussian": Gaussian(),
 }
 

@@ -31,6 +31,9 @@ NOISE = 1e-12
 DISTANCES = 2**24
 """How many distances the nearest-neighbour search holds at a time."""
 
+SAMPLE = 1000
+"""About how many training features say how far neighbours are apart: the mean of more would hardly differ."""
+
 
 @final
 @dataclass(frozen=True)
@@ -281,21 +284,84 @@ class KNN(Detector):
         return {"bank": _unit(outputs.z.detach())}
 
     def fit(self, total: Mapping[str, Tensor]) -> Self:
-        bank = total.get("bank")
-        if bank is None or len(bank) == 0:
-            raise InputError("KNN cannot be fitted: the client has no training features of its own.")
-        return replace(self, bank=bank)
+        return replace(self, bank=_bank(self, total))
 
     def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
-        bank = _ready(self, self.bank).to(outputs.z.device).double()
-        k = max(min(self.k, len(bank) // 2), 1)
-        parts = torch.split(_unit(outputs.z).double(), max(DISTANCES // len(bank), 1))
-        squares = bank.square().sum(dim=1)
-        nearest = []
-        for part in parts:
-            distances = part.square().sum(dim=1, keepdim=True) + squares - 2 * part @ bank.T
-            nearest.append(distances.kthvalue(k, dim=1).values.clamp_min(0.0).sqrt())
-        return torch.cat(nearest)
+        bank = _ready(self, self.bank)
+        return _nearest(_unit(outputs.z), bank, _place(self.k, bank))
+
+
+@final
+@dataclass(frozen=True)
+class ScoreNear(Detector):
+    """α · r_k(u) − logsumexp(g), with r_k the distance to the client's k-th nearest training feature u_i = space(z_i).
+
+    With little noise the best score of the client's own features points to the nearest of them and is as long as the
+    way there: ‖s(u)‖ → min_i ‖u − u_i‖/σ². So this is the norm of a score that no network had to learn, of one client
+    instead of an average; the k-th instead of the nearest steadies it. The space is that of the score network, in which
+    directions of large variance within classes are shortened. α = |E max_c g_c| / E r_k over the client's training
+    data, where no feature counts as its own neighbour. k as in KNN, and as there, the features stay where they are.
+    """
+
+    description: ClassVar[str] = "energy and the distance to the client's k-th nearest feature in the score's space"
+    paper: ClassVar[str] = "ours, after Sun et al. 2022"
+    passes: ClassVar[int] = 1
+    local: ClassVar[bool] = True
+    needs_score: ClassVar[bool] = True
+
+    k: int = field(default=50, metadata={"ge": 1, "help": "which neighbour; at most half of the training features"})
+    alpha: float | None = field(default=None, repr=False, compare=False)
+    bank: Tensor | None = field(default=None, repr=False, compare=False)
+
+    def applies(self, readout: Readout | None) -> bool:
+        return readout is not None and readout.score_space is not None
+
+    def statistics(self, outputs: Output, y: Tensor, readout: Readout) -> dict[str, Tensor]:
+        top = linear_logits(outputs, readout).detach().double().amax(dim=1)
+        return {"n": top.new_tensor(float(len(top))), "max_logit": top.sum(), "bank": self._space(outputs.z, readout)}
+
+    def fit(self, total: Mapping[str, Tensor]) -> Self:
+        n, top = _sums(self, total, "n", "max_logit")
+        bank = _bank(self, total)
+        some = bank[:: -(-len(bank) // SAMPLE)]
+        others = min(_place(self.k, bank) + 1, len(bank))  # the nearest of a training feature is itself
+        reach = float(_nearest(some, bank, others).mean())
+        return replace(self, alpha=float(top.abs() / n) / reach if reach > 0 else 0.0, bank=bank)
+
+    def _space(self, z: Tensor, readout: Readout | None) -> Tensor:
+        if readout is None or readout.score_space is None:
+            raise InputError("score_near needs a score network, but the model has none.")
+        return readout.score_space(z).detach()
+
+    def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
+        alpha, bank = _ready(self, self.alpha), _ready(self, self.bank)
+        distances = _nearest(self._space(outputs.z, readout), bank, _place(self.k, bank))
+        scores: Tensor = alpha * distances + energy(linear_logits(outputs, readout))
+        return scores
+
+
+def _bank(detector: Detector, total: Mapping[str, Tensor]) -> Tensor:
+    bank = total.get("bank")
+    if bank is None or len(bank) == 0:
+        name = type(detector).__name__
+        raise InputError(f"{name} cannot be fitted: the client has no training features of its own.")
+    return bank
+
+
+def _place(k: int, bank: Tensor) -> int:
+    """Which neighbour: where there are few features, the k-th would be among the farthest."""
+    return max(min(k, len(bank) // 2), 1)
+
+
+def _nearest(u: Float[Tensor, "n d"], bank: Float[Tensor, "m d"], k: int) -> Float[Tensor, " n"]:
+    """The distance to the k-th nearest point of the bank."""
+    bank = bank.to(u.device).double()
+    squares = bank.square().sum(dim=1)
+    found = []
+    for part in torch.split(u.double(), max(DISTANCES // len(bank), 1)):
+        distances = part.square().sum(dim=1, keepdim=True) + squares - 2 * part @ bank.T
+        found.append(distances.kthvalue(k, dim=1).values.clamp_min(0.0).sqrt())
+    return torch.cat(found)
 
 
 @final

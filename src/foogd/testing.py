@@ -296,5 +296,5 @@ def _separable_outputs() -> tuple[Output, Tensor, Output, Readout]:
         some = means[classes > 0]
         return some[torch.cdist(z, some).argmin(1)] - z
 
-    readout = Readout(head, weight, bias, score, class_score)
+    readout = Readout(head, weight, bias, score, class_score, score_space=lambda z: z)
     return Output(z_in, head(z_in)), labels, Output(z_out, head(z_out)), readout

@@ -87,6 +87,7 @@ class Readout:
     bias: Float[Tensor, " classes"] | None = None
     score: Score | None = None  # None: the method trains no score network
     class_score: ClassScore | None = None  # None: the score network knows no classes
+    score_space: Callable[[Tensor], Tensor] | None = None  # z ↦ u, where the score network looks at features
 
 
 @dataclass(frozen=True)

@@ -301,7 +301,11 @@ class FOOGD(Method):
         return self._with_scores(self.base.generic_readout(nets), nets)
 
     def _with_scores(self, readout: Readout, nets: Nets) -> Readout:
-        return replace(readout, score=self.score_of(nets), class_score=self.class_score_of(nets))
+        score = nets["score"]
+        assert isinstance(score, ScoreNetwork)
+        return replace(
+            readout, score=self.score_of(nets), class_score=self.class_score_of(nets), score_space=score.scale
+        )
 
     # Moments of the classes, where the score network is anchored; they are asked for beside what the base asks.
     @property
