@@ -7,7 +7,9 @@ the ideal of denoising score matching, the score of the training features smooth
 (Σ_i w_i(u) u_i - u)/σ² with w_i ∝ exp(-‖u - u_i‖²/2σ²); for all classes and for those of each client, alone and joined
 with the energy (`--part spaces`). Then FOOGD's own score (`--part scores`): its space more or less whitened, or with
 full covariances instead; networks that learn by its loss, on all clients' features at once, alone or on top of the
-Gaussians, asked at the clean point or averaged over noise, trusted or half trusted. A CPU takes some minutes.
+Gaussians, asked at the clean point or averaged over noise, trusted or half trusted. Last (`--part near`) the client's
+own features in that space: their smoothed score, the distance to the k-th nearest, and shares of it beside the score.
+A CPU takes some minutes.
 """
 
 from __future__ import annotations
@@ -120,7 +122,7 @@ def main() -> None:
     words.add_argument("--outs", help="OUT sets instead of the run's, as in lsun_c,svhn")
     words.add_argument("--corruptions", help="kinds of IN-C instead of the run's, as in gaussian_noise,fog")
     words.add_argument("--severity", type=int, default=5, help="of IN-C")
-    words.add_argument("--part", choices=("all", "spaces", "scores"), default="all")
+    words.add_argument("--part", choices=("all", "spaces", "scores", "near"), default="all")
     words.add_argument("--steps", type=int, default=240, help="of the networks that learn")
     words.add_argument("--images", type=int, default=6000, help="training images; a sixth of it of each test set")
     args = words.parse_args()
@@ -196,7 +198,7 @@ def main() -> None:
             print(f"| {space} | {whose} | {kind} | {sigma} | " + " | ".join(cells) + " |", flush=True)
 
         line("logits", "all", "energy", 0.0, dict.fromkeys(inside, lambda x: energy(head(x))), joins=False)
-        for name, space in spaces(z).items() if args.part != "scores" else ():
+        for name, space in spaces(z).items() if args.part in ("all", "spaces") else ():
             u = space(z)
             for sigma in (0.3, 0.5, 1.0):
                 everyone = class_score(u, y, sigma)
@@ -208,7 +210,10 @@ def main() -> None:
                 norms[client] = within(space, class_score(u[some], y[some], 0.5))
             line(name, "the client", "Gaussians", 0.5, norms)
             line(name, "all", "kernel", 1.0, dict.fromkeys(inside, within(space, kernel_score(u, 1.0))))
-        if args.part == "spaces":
+        if args.part in ("all", "near"):
+            mine_aside = {k: aside[aside_owner == k] if bool((aside_owner == k).any()) else aside for k in inside}
+            own_features(z, y, owner, mine_aside, line)
+        if args.part in ("spaces", "near"):
             return
         plain = {"score_net": "mlp", "draws": 0}
         unwhitened = learnt_space(FOOGD(whiten=0.0), z, y)
@@ -240,6 +245,37 @@ def main() -> None:
                     known = torch.bincount(y[owner == client], minlength=int(y.max()) + 1).clamp_max(1).float()
                     own_norms[client] = norm_of(foogd, score, known if known.any() else None)
                 line(where, "the client", title, foogd.sigma, own_norms)
+
+
+def own_features(z: Tensor, y: Tensor, owner: Tensor, aside: dict[int, Tensor], line: Callable[..., None]) -> None:
+    """Lines about the features of each client in the space of FOOGD's score; Gaussians without a network beside.
+
+    `aside` has other training features of each client: at its own points a distance is too short to set a scale by.
+    """
+    foogd = FOOGD()
+    score = learnt_score(foogd, z, y, 0)
+    known = {k: torch.bincount(y[owner == k], minlength=int(y.max()) + 1).clamp_max(1).float() for k in aside}
+    banks = {k: z[owner == k] if bool(known[k].any()) else z for k in aside}
+    gaussians = {k: norm_of(foogd, score, known[k] if known[k].any() else None) for k in aside}
+
+    def distance(bank: Tensor, space: Space, k: int) -> Space:
+        points = space(bank)
+        place = max(min(k, len(points) // 2), 1)
+        return lambda x: torch.cat([torch.cdist(u, points).kthvalue(place, 1).values for u in space(x).split(1000)])
+
+    def mixed(first: Space, second: Space, share: float, at: Tensor) -> Space:
+        sizes = float(first(at).mean()), float(second(at).mean())
+        return lambda x: (1 - share) * first(x) / sizes[0] + share * second(x) / sizes[1]
+
+    where, unit = f"FOOGD's, whiten {foogd.whiten:g}", nn.functional.normalize
+    line("unit length", "the client", "distance to the 10th", 0.0, {k: distance(banks[k], unit, 10) for k in aside})
+    for sigma in (1.0, 2.0):
+        norms = {k: within(score.scale, kernel_score(score.scale(banks[k]), sigma)) for k in aside}
+        line(where, "the client", "kernel, own features", sigma, norms)
+    near = {k: distance(banks[k], score.scale, 10) for k in aside}
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        norms = {k: mixed(near[k], gaussians[k], share, aside[k]) for k in aside}
+        line(where, "the client", f"distance to the 10th and {share:g} Gaussians", foogd.sigma, norms)
 
 
 def learnt_space(method: FOOGD, z: Tensor, y: Tensor) -> Space:

@@ -523,35 +523,56 @@ def test_score_own_is_score_energy_of_the_clients_own_classes() -> None:
         fitted(test, replace(readout, class_score=None))
 
 
-def test_score_near_joins_the_distance_in_the_scores_space_with_the_energy() -> None:
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_score_near_joins_distance_score_and_energy(share: float) -> None:
     (data, labels), (test, _) = features(300), features(50, seed=1)
-    readout = replace(linear(), score=lambda z, sigma=None: z, score_space=lambda z: z[:, :3] * 2)
-    near = ScoreNear(k=7).fit(ScoreNear(k=7).statistics(data, labels, readout))
+
+    def class_score(z: Tensor, classes: Tensor, sigma: float | None = None) -> Tensor:
+        return (z - classes.sum()) / (sigma or 1.0)
+
+    readout = replace(linear(), class_score=class_score, score_space=lambda z: z[:, :3] * 2)
+    mine = labels < 2
+    data, labels = Output(data.z[mine], data.logits[mine]), labels[mine]
+    detector = ScoreNear(k=7, share=share)
+    near = detector.fit(detector.statistics(data, labels, readout))
     bank, seen = 2 * data.z[:, :3].numpy(), 2 * test.z[:, :3].numpy()
 
-    def kth(points: np.ndarray, k: int) -> np.ndarray:
-        return np.sort(np.linalg.norm(points[:, None] - bank, axis=2), axis=1)[:, k]
+    def kth(points: np.ndarray, place: int) -> np.ndarray:
+        return np.sort(np.linalg.norm(points[:, None] - bank, axis=2), axis=1)[:, place]
 
-    logits = readout.head(test.z).numpy()
-    alpha = abs(readout.head(data.z).numpy().max(1).mean()) / kth(bank, 7).mean()  # place 0 is the feature itself
-    wanted = alpha * kth(seen, 6) - np.log(np.exp(logits).sum(1))
+    def norms(z: Tensor) -> np.ndarray:
+        return np.linalg.norm(z.numpy() - 2.0, axis=1)  # two classes
+
+    logits, alpha = readout.head(test.z).numpy(), abs(readout.head(data.z).numpy().max(1).mean())
+    wanted = alpha * (
+        (1 - share) * kth(seen, 6) / kth(bank, 7).mean()  # of a feature of the bank, place 0 is itself
+        + share * norms(test.z) / norms(data.z).mean()
+    ) - np.log(np.exp(logits).sum(1))
     np.testing.assert_allclose(near(test, readout).numpy(), wanted, rtol=1e-6)
-    assert not ScoreNear().applies(replace(readout, score_space=None))
-    with pytest.raises(InputError, match="score network"):
-        near(test, replace(readout, score_space=None))
+    level = replace(detector, sigma=0.5)  # the scale of a score does not matter
+    level = level.fit(level.statistics(data, labels, readout))
+    np.testing.assert_allclose(level(test, readout).numpy(), wanted, rtol=1e-6)
+
+
+def test_score_near_asks_for_features_and_a_score_that_knows_classes() -> None:
+    data, labels = features(30)
+    near = ScoreNear().fit(ScoreNear().statistics(data, labels, linear()))
+    for lacks in ("score_space", "class_score"):
+        without = replace(linear(), **{lacks: None})
+        assert not ScoreNear().applies(without)
+        with pytest.raises(InputError, match="score network"):
+            near(data, without)
     with pytest.raises(InputError, match="no training features"):
-        ScoreNear().fit(ScoreNear().statistics(Output(data.z[:0], data.logits[:0]), labels[:0], readout))
+        ScoreNear().fit(ScoreNear().statistics(Output(data.z[:0], data.logits[:0]), labels[:0], linear()))
 
 
 @pytest.mark.parametrize("count", [1, 2, 2500])
 def test_score_near_takes_few_features_and_many(count: int) -> None:
     data, labels = features(count)
-    readout = replace(linear(), score=lambda z, sigma=None: z, score_space=lambda z: z)
-    near = ScoreNear().fit(ScoreNear().statistics(data, labels, readout))
-    scores = near(features(20, seed=1)[0], readout)
-    assert bool(scores.isfinite().all())
-    assert near.alpha is not None
-    assert (near.alpha > 0) == (count > 1)  # a feature alone has no neighbour
+    near = ScoreNear().fit(ScoreNear().statistics(data, labels, linear()))
+    assert bool(near(features(20, seed=1)[0], linear()).isfinite().all())
+    assert near.of_distance is not None
+    assert (near.of_distance > 0) == (count > 1)  # a feature alone has no neighbour
 
 
 def test_with_little_noise_the_score_of_given_points_is_as_long_as_the_way_to_the_nearest() -> None:
@@ -562,10 +583,12 @@ def test_with_little_noise_the_score_of_given_points_is_as_long_as_the_way_to_th
     sigma = 0.002
     log_density = torch.logsumexp(-torch.cdist(u, points).square() / (2 * sigma**2), 1)
     (score,) = torch.autograd.grad(log_density.sum(), u)
-    readout = Readout(lambda z: torch.ones(len(z), CLASSES, dtype=z.dtype), score_space=lambda z: z)
-    near = ScoreNear(k=1).fit(ScoreNear(k=1).statistics(Output(points, points), torch.zeros(200), readout))
-    assert near.alpha is not None
-    distance = (near(Output(u.detach(), u.detach()), readout) + 1 + np.log(CLASSES)) / near.alpha
+    flat = torch.ones(200, CLASSES, dtype=torch.float64)
+    readout = Readout(lambda z: flat[: len(z)], class_score=one_minus, score_space=same)
+    near = ScoreNear(k=1, share=0.0)
+    near = near.fit(near.statistics(Output(points, flat), torch.zeros(200, dtype=torch.long), readout))
+    assert near.of_distance is not None
+    distance = (near(Output(u.detach(), flat[:40]), readout) + 1 + np.log(CLASSES)) / near.of_distance
     torch.testing.assert_close(sigma**2 * score.norm(dim=1), distance, rtol=0.02, atol=0.0)
 
 

@@ -241,8 +241,8 @@ class ScoreOwn(Detector):
 
     def statistics(self, outputs: Output, y: Tensor, readout: Readout) -> dict[str, Tensor]:
         logits = linear_logits(outputs, readout).detach().double()
-        own = torch.bincount(y, minlength=logits.shape[1]).clamp_max(1).to(logits)
-        norms = self._norms(outputs.z, own, readout)
+        own = _classes_of(y, logits)
+        norms = _class_norms(self, outputs.z, own, readout)
         top = logits.masked_fill(own == 0, -torch.inf).amax(dim=1)
         return {"n": norms.new_tensor(float(len(norms))), "max_logit": top.sum(), "norm": norms.sum(), "own": own}
 
@@ -250,17 +250,10 @@ class ScoreOwn(Detector):
         _, top, norm, own = _sums(self, total, "n", "max_logit", "norm", "own")
         return replace(self, alpha=float(top.abs() / norm) if float(norm) > 0 else 0.0, own=own)
 
-    def _norms(self, z: Tensor, own: Tensor, readout: Readout | None) -> Tensor:
-        if readout is None or readout.class_score is None:
-            raise InputError("score_own needs a score network that knows classes, but the model has none.")
-        s = readout.class_score(z, own) if self.sigma is None else readout.class_score(z, own, self.sigma)
-        norms: Tensor = s.detach().double().norm(dim=1)
-        return norms
-
     def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
         alpha, own = _ready(self, self.alpha), _ready(self, self.own)
         logits = linear_logits(outputs, readout)[:, own.to(outputs.z.device) > 0]
-        scores: Tensor = alpha * self._norms(outputs.z, own, readout) + energy(logits)
+        scores: Tensor = alpha * _class_norms(self, outputs.z, own, readout) + energy(logits)
         return scores
 
 
@@ -294,39 +287,57 @@ class KNN(Detector):
 @final
 @dataclass(frozen=True)
 class ScoreNear(Detector):
-    """α · r_k(u) − logsumexp(g), with r_k the distance to the client's k-th nearest training feature u_i = space(z_i).
+    """α · (½ r_k(u)/E r_k + ½ ‖s_own(z)‖/E ‖s_own‖) − logsumexp(g), with r_k the distance to the client's k-th nearest
+    training feature u_i = space(z_i), s_own as in `ScoreOwn`, and α = |E max_c g_c|.
 
     With little noise the best score of the client's own features points to the nearest of them and is as long as the
-    way there: ‖s(u)‖ → min_i ‖u − u_i‖/σ². So this is the norm of a score that no network had to learn, of one client
-    instead of an average; the k-th instead of the nearest steadies it. The space is that of the score network, in which
-    directions of large variance within classes are shortened. α = |E max_c g_c| / E r_k over the client's training
-    data, where no feature counts as its own neighbour. k as in KNN, and as there, the features stay where they are.
+    way there: ‖s(u)‖ → min_i ‖u − u_i‖/σ². So r_k stands for a score that no network had to learn, of one client and
+    as fine as its features, where s_own is smooth and of everyone; the k-th instead of the nearest steadies it. Both
+    live in the space of the score network. Means are over the client's training data, where no feature is its own
+    neighbour. k as in KNN, and as there, the features stay where they are.
     """
 
-    description: ClassVar[str] = "energy and the distance to the client's k-th nearest feature in the score's space"
+    description: ClassVar[str] = "energy, the score of the client's classes, and the distance to its own features"
     paper: ClassVar[str] = "ours, after Sun et al. 2022"
     passes: ClassVar[int] = 1
     local: ClassVar[bool] = True
     needs_score: ClassVar[bool] = True
 
     k: int = field(default=50, metadata={"ge": 1, "help": "which neighbour; at most half of the training features"})
-    alpha: float | None = field(default=None, repr=False, compare=False)
+    share: float = field(default=0.5, metadata={"ge": 0.0, "le": 1.0, "help": "of the score; the rest is the distance"})
+    sigma: float | None = field(
+        default=None, metadata={"gt": 0.0, "help": "noise level; without it the network's own default"}
+    )
+    of_score: float | None = field(default=None, repr=False, compare=False)
+    of_distance: float | None = field(default=None, repr=False, compare=False)
+    own: Tensor | None = field(default=None, repr=False, compare=False)
     bank: Tensor | None = field(default=None, repr=False, compare=False)
 
     def applies(self, readout: Readout | None) -> bool:
-        return readout is not None and readout.score_space is not None
+        return readout is not None and readout.score_space is not None and readout.class_score is not None
 
     def statistics(self, outputs: Output, y: Tensor, readout: Readout) -> dict[str, Tensor]:
-        top = linear_logits(outputs, readout).detach().double().amax(dim=1)
-        return {"n": top.new_tensor(float(len(top))), "max_logit": top.sum(), "bank": self._space(outputs.z, readout)}
+        logits = linear_logits(outputs, readout).detach().double()
+        own = _classes_of(y, logits)
+        norms = _class_norms(self, outputs.z, own, readout)
+        return {
+            "n": norms.new_tensor(float(len(norms))), "max_logit": logits.amax(dim=1).sum(), "norm": norms.sum(),
+            "own": own, "bank": self._space(outputs.z, readout),
+        }  # fmt: skip
 
     def fit(self, total: Mapping[str, Tensor]) -> Self:
-        n, top = _sums(self, total, "n", "max_logit")
+        n, top, norm, own = _sums(self, total, "n", "max_logit", "norm", "own")
         bank = _bank(self, total)
         some = bank[:: -(-len(bank) // SAMPLE)]
         others = min(_place(self.k, bank) + 1, len(bank))  # the nearest of a training feature is itself
-        reach = float(_nearest(some, bank, others).mean())
-        return replace(self, alpha=float(top.abs() / n) / reach if reach > 0 else 0.0, bank=bank)
+        reach, alpha = float(_nearest(some, bank, others).mean()), float(top.abs() / n)
+        return replace(
+            self,
+            of_score=self.share * alpha / float(norm / n) if float(norm) > 0 else 0.0,
+            of_distance=(1 - self.share) * alpha / reach if reach > 0 else 0.0,
+            own=own,
+            bank=bank,
+        )
 
     def _space(self, z: Tensor, readout: Readout | None) -> Tensor:
         if readout is None or readout.score_space is None:
@@ -334,10 +345,29 @@ class ScoreNear(Detector):
         return readout.score_space(z).detach()
 
     def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
-        alpha, bank = _ready(self, self.alpha), _ready(self, self.bank)
+        of_score, of_distance = _ready(self, self.of_score), _ready(self, self.of_distance)
+        own, bank = _ready(self, self.own), _ready(self, self.bank)
         distances = _nearest(self._space(outputs.z, readout), bank, _place(self.k, bank))
-        scores: Tensor = alpha * distances + energy(linear_logits(outputs, readout))
+        norms = _class_norms(self, outputs.z, own, readout)
+        scores: Tensor = of_score * norms + of_distance * distances + energy(linear_logits(outputs, readout))
         return scores
+
+
+def _classes_of(y: Tensor, logits: Tensor) -> Float[Tensor, " classes"]:
+    """1 for the classes that are among these labels, 0 for all others."""
+    return torch.bincount(y, minlength=logits.shape[1]).clamp_max(1).to(logits)
+
+
+def _class_norms(
+    detector: ScoreOwn | ScoreNear, z: Tensor, classes: Tensor, readout: Readout | None
+) -> Float[Tensor, " n"]:
+    """The norms of the score of some classes."""
+    if readout is None or readout.class_score is None:
+        name = "score_own" if isinstance(detector, ScoreOwn) else "score_near"
+        raise InputError(f"{name} needs a score network that knows classes, but the model has none.")
+    at = () if detector.sigma is None else (detector.sigma,)
+    norms: Tensor = readout.class_score(z, classes, *at).detach().double().norm(dim=1)
+    return norms
 
 
 def _bank(detector: Detector, total: Mapping[str, Tensor]) -> Tensor:

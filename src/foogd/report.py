@@ -20,7 +20,7 @@ NAMES = {
     "score_norm": "score norm",
     "score_energy": "score + energy",
     "score_own": "score + energy, own classes",
-    "score_near": "score space + energy, own features",
+    "score_near": "score + energy, own features",
     "ash": "ASH-B",
     "ash_p": "ASH-P",
     "ash_s": "ASH-S",
