@@ -355,6 +355,10 @@ def test_detection_reads_the_score_at_the_chosen_level(federation, config):
     readout, z = method.readout(nets), batch.z.detach()
     assert torch.equal(readout.score(z), nets["score"](nets["score"].scale(z), 0.2))
     assert torch.equal(readout.score(z, 0.5), nets["score"](nets["score"].scale(z), 0.5))
+    nets["score"].running_mean.add_(0.5)  # a space that has measured something
+    for told in (readout, method.generic_readout(nets)):
+        assert torch.equal(told.score_space(z), nets["score"].scale(z))
+    assert not torch.equal(readout.score_space(z), nets["score"].compressed(z))
 
 
 def test_the_released_view_is_clipped_and_truncated(federation, config):

@@ -599,6 +599,8 @@ def test_a_method_that_adapts_to_its_test_stream_is_read_with_care(tmp_path):
     assert "fedthe+foogd adapts" in cautions(method="fedthe+foogd")
     assert "stream" not in cautions(method="fedt3a", adapt=False)
     assert "stream" not in cautions(method="fedrod")
+    make_run(tmp_path / "no OUT", "fedt3a", samples=False, out=())
+    assert "stream" not in findings(collect(find_runs([tmp_path / "no OUT"])))[-1].text
     folder = tmp_path / "changed by hand"
     make_run(folder, "foster", samples=False)
     config = folder / "config.toml"
