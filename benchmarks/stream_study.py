@@ -2,7 +2,7 @@
 
 python benchmarks/stream_study.py RUN [--method fedt3a] [--data-root DATA] [--clients 3] [--images 500]
 
-Evaluation gives such a method each test set as a stream of its own, as all code that we know does. Then the model that
+Evaluation gives such a method each test set as a stream of its own. Then the model that
 scores an OUT image has adapted to OUT images alone, and one that scores an IN image to IN images: a detector may hear
 the stream rather than the image. Here each client also gets its IN images and those of an OUT set in one shuffled
 stream. `--method fedt3a` may take a run of FedAvg, for the two train alike. A CPU takes some minutes.

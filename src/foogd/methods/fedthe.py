@@ -89,8 +89,8 @@ class FedTHE(Method):
     def phases(self, round: int, rounds: int, epochs: int) -> Sequence[Phase]:
         model = Phase(("model",), epochs)
         # The private head goes with the body that all clients share, not with what a client makes of it. In the first
-        # round that body has learned nothing, and without statistics its normalisation lets features grow a
-        # hundredfold: a head fitted to them would be of random logits, and take many rounds to forget them.
+        # round that body has learned nothing, and its normalisation has no statistics yet: with WideResNet-40-2 the
+        # loss of a head fitted to it was above 1,000, and three rounds later still worse than that of no head.
         return (model, Phase(("personal",), 1, received=True)) if round > 0 else (model,)
 
     def losses(self, nets: Nets, batch: Batch, ctx: Context) -> dict[str, Tensor]:
