@@ -1,14 +1,15 @@
 """Thresholds come from the model that they judge: a client's own, or on an unseen domain everyone's."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 
-from foogd import Config, FedRoD, InputError, simulate
+from foogd import Config, FedAvg, FedBN, FedRoD, FedT3A, InputError, simulate
 from foogd.data.federation import Federation, TestSet
 from foogd.data.synthetic import tiny_federation
-from foogd.detect import Energy
+from foogd.detect import KNN, Energy
 from foogd.engine.eager import EagerEngine
 from foogd.evaluate import Evaluator
 from foogd.metrics import threshold_at_tpr
@@ -102,3 +103,19 @@ def test_a_share_of_each_client_is_set_aside_and_repeats_with_the_seed():
     assert any(not torch.equal(a, b) for a, b in zip(one.calibration_indices, other.calibration_indices, strict=True))
     with pytest.raises(InputError, match=r"calibration is 1\.0"):
         build(0, 1.0)
+
+
+@pytest.mark.parametrize("method", [FedAvg(), FedRoD(), FedBN(), FedT3A()], ids=lambda method: type(method).__name__)
+@pytest.mark.parametrize("detector", [Energy(), KNN()], ids=["learns nothing", "learns"])
+def test_progress_counts_every_image_and_ends_with_the_last(judged, method, detector):
+    federation = judged[0]
+    engine = EagerEngine(method, federation, CONFIG)
+    *_, last = simulate(method, federation, CONFIG, engine)
+    told, passed = [], []
+    evaluator = Evaluator(engine, {"one": detector}, progress=lambda *now: told.append(now))
+    evaluator._nets["backbone"].register_forward_hook(lambda net, given, z: passed.append(len(z)))
+    evaluator.evaluation(last.state)
+    seen, totals = zip(*told, strict=True)
+    assert len(set(totals)) == 1
+    assert list(seen) == list(itertools.accumulate(passed))
+    assert seen[-1] == totals[-1]

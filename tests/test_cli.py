@@ -1,6 +1,9 @@
 """The command line: what it writes, what it repeats bit for bit, and one sentence for everything that is wrong."""
 
+import itertools
 import json
+import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -321,6 +324,24 @@ def test_evaluating_again_changes_no_number(finished, foogd):
     before = read_rows(finished)
     assert foogd("evaluate", "a")[0] == 0
     assert sorted(map(str, read_rows(finished))) == sorted(map(str, before))
+
+
+def test_an_evaluation_says_how_far_it_is(finished, foogd, monkeypatch):
+    _, quiet, _ = foogd("evaluate", "a")
+    assert "images evaluated" not in quiet  # it took no time worth a word
+    settings = finished / "config.toml"
+    settings.write_text(re.sub(r"eval_batch = \d+", "eval_batch = 16", settings.read_text()))
+    monkeypatch.setattr("foogd.cli.SILENCE", 0.0)
+    monkeypatch.setattr("foogd.cli.time.perf_counter", itertools.count().__next__)  # a second from batch to batch
+    _, printed, _ = foogd("evaluate", "a")
+    told = re.findall(r"fedavg\+foogd seed 0: (\d+) of (\d+) images evaluated;(?: about (\d+) s left)?", printed)
+    assert len(told) > 2
+    seen, total, left = (tuple(map(int, values)) for values in zip(*told[1:], strict=True))
+    assert len(set(total)) == 1
+    assert list(seen) == sorted(set(seen))
+    assert seen[-1] == total[-1]
+    assert left[-1] == 0
+    assert list(left) == sorted(left, reverse=True)
 
 
 # Users' own files
@@ -659,3 +680,11 @@ def test_the_command_as_a_process_refuses_in_one_line():
     assert (done.returncode, done.stdout) == (2, "")
     [line] = done.stderr.splitlines()
     assert "did you mean 'rounds'?" in line
+
+
+def test_python_knows_the_package_as_a_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["foogd", "run", "nothing.toml"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("foogd", run_name="__main__")
+    assert end.value.code == 2
+    assert "nothing.toml" in capsys.readouterr().err

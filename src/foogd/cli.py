@@ -9,12 +9,20 @@ import sys
 import time
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, final
 
 import torch
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table as RichTable
 
 from .cli_data import data_app, decode
@@ -39,6 +47,7 @@ from .trackers import check_tracker, tracked
 
 UsageError: Any = typer.BadParameter.__base__  # typer has no public name for it
 SHOWN = ("msp", "energy", "score_norm")  # detectors on the screen where many methods stand side by side
+SILENCE = 20.0  # seconds after which an evaluation whose output is a file says how far it is
 DEMO_METHODS = ("fedavg", "fedavg+aug", "fedrod", "fedavg+foogd", "fedrod+foogd")
 
 app = typer.Typer(
@@ -94,7 +103,9 @@ def evaluate(
 ) -> None:
     """Evaluate a trained run again, with other detectors too. Example: foogd evaluate runs/a --detector ash"""
     this = Run.open(run_dir, read_run_config)
-    show(Report.of(this.evaluate(detector or ())))
+    with progress_bar() as progress:
+        rows = this.evaluate(detector or (), EvaluationProgress(progress, this))
+    show(Report.of(rows))
 
 
 @app.command()
@@ -319,12 +330,39 @@ def train(run: Run, progress: Progress, tracker: str = "") -> None:
     total = run.config.rounds
     task = progress.add_task(run.config.method, total=total, completed=run.finished_rounds(), left="")
     began = time.perf_counter()
-    for number, result in enumerate(tracked(run, tracker), start=1):
+    rounds = tracked(run, tracker, EvaluationProgress(progress, run))
+    for number, result in enumerate(rounds, start=1):
         ahead = (time.perf_counter() - began) / number * (total - result.round)
         progress.update(task, completed=result.round, left=f"about {ahead:.0f} s left")
         report_round(run, result, f"about {ahead:.0f} s left")
         if number == 1 and run.fallback is not None:
             console.print(f"  steps are not replayed as graphs: {escape(run.fallback)}", highlight=False)
+
+
+@final
+class EvaluationProgress:
+    """What an evaluation tells how far it is: a bar while it lasts, or, where the output is a file, some lines."""
+
+    def __init__(self, progress: Progress, run: Run) -> None:
+        self._progress, self._config = progress, run.config
+        self._task: TaskID | None = None
+
+    def __call__(self, images: int, total: int) -> None:
+        now = time.perf_counter()
+        if self._task is None:
+            self._task = self._progress.add_task(f"{self._config.method}: images evaluated", total=total, left="")
+            self._start = now, images  # how long the first ones took is not known
+            self._told = now
+        began, before = self._start
+        left = f"about {(now - began) / (images - before) * (total - images):.0f} s left" if images > before else ""
+        self._progress.update(self._task, completed=images, left=left)
+        if not console.is_terminal and now - self._told >= SILENCE:
+            self._told = now
+            about = f"{self._config.method} seed {self._config.seed}"
+            console.print(f"{about}: {images} of {total} images evaluated; {left}", highlight=False)
+        if images >= total:
+            self._progress.remove_task(self._task)
+            self._task = None  # the next evaluation has a bar of its own
 
 
 def report_round(run: Run, result: RoundResult | Progressed, left: str) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .config import Config
 from .data.federation import Federation, TestSet
+from .data.readers import Progress
 from .detect import Detector
 from .engine.eager import Engine
 from .engine.rng import Streams, generator
@@ -108,8 +109,12 @@ Sums = Mapping[str, Sequence[Mapping[str, Tensor]]]
 class Evaluator:
     """Runs a trained federation over its test sets."""
 
-    def __init__(self, engine: Engine, detectors: Mapping[str, Detector]) -> None:
+    def __init__(
+        self, engine: Engine, detectors: Mapping[str, Detector], *, progress: Progress | None = None
+    ) -> None:
+        """`progress` is told, during an evaluation, how many images of how many have been looked at."""
         self._engine, self._detectors = engine, detectors
+        self._progress, self._seen, self._planned = progress, 0, 0
         self._federation: Federation = engine.federation
         self._config: Config = engine.config
         self._method: Method = engine.method
@@ -129,6 +134,7 @@ class Evaluator:
     def evaluation(self, state: RunState, *, run: str = "", method: str = "") -> Evaluation:
         """All rows of one state; tests without a sample of a client yield no row for it."""
         state = self.ready(settled(self._engine, state))
+        self._seen, self._planned = 0, self._plan()
         fitted = self.fitted(state)
         asked = self.asked(state, fitted)
         blank = blank_row(self._config, state.server.round, run, method)
@@ -158,17 +164,44 @@ class Evaluator:
     def asked(self, state: RunState, fitted: Fitted) -> Asked:
         """What the clients of a ready state say about all test sets."""
         answers = [self._answers(test, state, fitted) for test in self._federation.tests]
-        aside = self._federation.calibration_test
+        aside, generic_aside, clean = self._further()
         calibration = self._answers(aside, state, fitted).scores if aside is not None else {}
-        generic, generic_clean = calibration, None
-        if self._private:
-            # Someone unknown is judged by the generic model, so thresholds for it come from that model too.
-            if aside is not None:
-                generic = self._answers(replace(aside, unseen=True), state, fitted).scores
-            clean = next((test for test in self._federation.tests if test.split == "in"), None)
-            if clean is not None and any(test.unseen for test in self._federation.tests):
-                generic_clean = self._answers(replace(clean, unseen=True), state, fitted).scores
+        generic = self._answers(generic_aside, state, fitted).scores if generic_aside is not None else calibration
+        generic_clean = self._answers(clean, state, fitted).scores if clean is not None else None
         return Asked(answers, calibration, generic, generic_clean)
+
+    def _further(self) -> tuple[TestSet | None, TestSet | None, TestSet | None]:
+        """What is asked besides the tests: images set aside, and where clients have private parts, these and IN images
+        by the model without them. Someone unknown is judged by that model, so thresholds come from it too."""
+        aside, generic_aside, clean = self._federation.calibration_test, None, None
+        if self._private:
+            tests = self._federation.tests
+            generic_aside = replace(aside, unseen=True) if aside is not None else None
+            known = next((test for test in tests if test.split == "in"), None)
+            if known is not None and any(test.unseen for test in tests):
+                clean = replace(known, unseen=True)
+        return aside, generic_aside, clean
+
+    def _plan(self) -> int:
+        """How many images an evaluation looks at, each as often as it does."""
+        asked = [*self._federation.tests, *(test for test in self._further() if test is not None)]
+        planned = sum(self._images_of(test, adapt=True) for test in asked)
+        learning = any(detector.passes for detector in self.used().values())
+        return planned + (self._images_of(self._training_set(), adapt=False) if learning else 0)
+
+    def _images_of(self, test: TestSet, *, adapt: bool) -> int:
+        seen = sum(map(len, test.indices))
+        return len(test.store) if self._at_once(test, adapt=adapt) else seen
+
+    def _at_once(self, test: TestSet, *, adapt: bool) -> bool:
+        """Whether all clients share the features of a set: none adapts or has its own, and every image is seen."""
+        own = (adapt and self._method.adapts) or self._private_features
+        return not own and sum(map(len, test.indices)) >= len(test.store)
+
+    def _looked_at(self, images: int) -> None:
+        self._seen += images
+        if self._progress is not None and self._planned:
+            self._progress(self._seen, self._planned)
 
     def _load(self, state: RunState) -> None:
         self._shared.copy_(state.server.shared)
@@ -203,8 +236,11 @@ class Evaluator:
     def _features(self, store: Any, indices: Tensor | None = None) -> Tensor:
         """The backbone's features of a store, or of some of its images."""
         order = torch.arange(len(store), device=self._shared.device) if indices is None else indices
-        parts = torch.split(order, self._config.eval_batch)
-        return torch.cat([self._nets["backbone"](self._images(store, part)) for part in parts])
+        found = []
+        for part in torch.split(order, self._config.eval_batch):
+            found.append(self._nets["backbone"](self._images(store, part)))
+            self._looked_at(len(part))
+        return torch.cat(found)
 
     def _images(self, store: Any, indices: Tensor) -> Tensor:
         images: Tensor = (store.batch(indices).to(self._shared.device) - self._mean) / self._std
@@ -218,8 +254,7 @@ class Evaluator:
         parts = [part.to(self._shared.device) for part in test.indices]
         streams = adapt and self._method.adapts
         shared = None
-        whole = sum(map(len, parts)) >= len(test.store)  # else only the images that someone sees
-        if whole and not (streams or self._private_features):
+        if self._at_once(test, adapt=adapt):
             z = self._features(test.store)
             shared = Output(z, z) if self._private else Output(z, self._method.logits(self._nets, z))
         for client, part in zip(state.clients, parts, strict=True):
@@ -235,7 +270,10 @@ class Evaluator:
                 order = torch.randperm(len(part), generator=generator(self._config.seed, client.id, test.key, "stream"))
                 stream = part[order.to(part.device)]
                 pieces = torch.split(stream, self._method.test_batch or self._config.eval_batch)
-                outputs = [predict(self._images(test.store, piece)) for piece in pieces]
+                outputs = []
+                for piece in pieces:
+                    outputs.append(predict(self._images(test.store, piece)))
+                    self._looked_at(len(piece))
                 back = torch.argsort(order).to(part.device)
                 found = Output(torch.cat([o.z for o in outputs])[back], torch.cat([o.logits for o in outputs])[back])
             elif shared is None or self._private:
@@ -296,10 +334,13 @@ class Evaluator:
 
     def _training(self, state: RunState) -> list[tuple[ClientState, Output, Tensor]]:
         """Each client's output for its training images, and their labels."""
-        train = TestSet("train", "in", self._federation.train, self._federation.train_indices)
+        train = self._training_set()
         found = self._outputs(train, state, adapt=False)
         labels = train.store.labels
         return [(client, output, labels[part.to(labels.device)].to(part.device)) for client, part, output in found]
+
+    def _training_set(self) -> TestSet:
+        return TestSet("train", "in", self._federation.train, self._federation.train_indices)
 
     def _sums(
         self, found: Sequence[tuple[ClientState, Output, Tensor]], detectors: Mapping[str, Detector]

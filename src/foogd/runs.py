@@ -31,6 +31,7 @@ from .config import WHERE, Config
 from .data.corrupt import CORRUPTIONS
 from .data.federation import Federation
 from .data.leaks import count_leaks
+from .data.readers import Progress
 from .data.sources import load_source
 from .data.store import ImageStore
 from .detect import Detector, resolve_detector
@@ -187,15 +188,18 @@ class Run:
             return False
         return True
 
-    def train(self) -> Iterator[RoundResult]:
-        """Train what is left; after each round everything is on disk. One process at a time may do it."""
+    def train(self, progress: Progress | None = None) -> Iterator[RoundResult]:
+        """Train what is left; after each round everything is on disk. One process at a time may do it.
+
+        `progress` is told how far an evaluation is, in images.
+        """
         if self.is_finished():
             return
         with alone(self.folder, self.folder / CONFIG):
             if not self.is_finished():  # by a process that has just let go of it
-                yield from self._train()
+                yield from self._train(progress)
 
-    def _train(self) -> Iterator[RoundResult]:
+    def _train(self, progress: Progress | None) -> Iterator[RoundResult]:
         remove_drafts(self.folder)
         if not (self.folder / PARTITION).is_file():
             write_partition(self.folder, self.federation)
@@ -208,12 +212,12 @@ class Run:
             raise InputError(f"{self.folder} is half-written: {ROWS} has no row of round {lost[0]}")
         measured = {(done, name) for name in self._measured()} <= found
         if done and self.is_due(done) and not (measured and (done < self.config.rounds or self._has_model())):
-            self._evaluate(state, self.detectors)
+            self._evaluate(state, self.detectors, progress)
         lost_rounds = 0
         for result in simulate(self.method, self.federation, self.config, self.engine, start=state):
             self.keep_round(lines, result)
             if self.is_due(result.round):
-                self._evaluate(result.state, self.detectors)
+                self._evaluate(result.state, self.detectors, progress)
             yield result
             lost_rounds = lost_rounds + 1 if len(result.refused) == len(result.participants) else 0
             if lost_rounds == LOST_ROUNDS and result.round < self.config.rounds:
@@ -255,11 +259,14 @@ class Run:
         readout = self.method.readout(self.engine.nets())
         return [None, *(name for name, detector in self.detectors.items() if detector.applies(readout))]
 
-    def _evaluate(self, state: RunState, detectors: Mapping[str, Detector]) -> list[Row]:
+    def _evaluate(
+        self, state: RunState, detectors: Mapping[str, Detector], progress: Progress | None
+    ) -> list[Row]:
         older = read_rows(self.folder)  # a damaged file is found before anything is written
         # A run keeps its name: one that a later version of the package evaluates has more settings, so another digest.
         name = older[0].run if older else self.name
-        done = Evaluator(self.engine, detectors).evaluation(state, run=name, method=self.config.method)
+        evaluator = Evaluator(self.engine, detectors, progress=progress)
+        done = evaluator.evaluation(state, run=name, method=self.config.method)
         if state.server.round == self.config.rounds and detectors is self.detectors:
             save_model(self.folder, done, self.federation, self.config)
         if state.server.round == self.config.rounds and done.answers:
@@ -267,7 +274,7 @@ class Run:
         self.keep_rows(done.rows)
         return done.rows
 
-    def evaluate(self, detectors: Sequence[str] = ()) -> list[Row]:
+    def evaluate(self, detectors: Sequence[str] = (), progress: Progress | None = None) -> list[Row]:
         """Evaluate the last checkpoint with these detectors, or with those of the run that the method can serve."""
         chosen = {name: resolve_detector(name) for name in detectors} or self.detectors
         if not self.finished_rounds():
@@ -279,7 +286,7 @@ class Run:
             if not chosen[name].applies(readout):
                 lacks = "score network" if chosen[name].needs_score else "part that the detector asks for"
                 raise InputError(f"detector {name} is not possible: method {self.config.method} has no {lacks}")
-        found = self._evaluate(state, chosen)
+        found = self._evaluate(state, chosen, progress)
         if (self.folder / SUMMARY).is_file():  # else training is not over, and the summary will be its last step
             self.write_summary(read_rows(self.folder), lines)
         return found

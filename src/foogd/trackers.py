@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
+from .data.readers import Progress
 from .errors import InputError
 from .evaluate import Row
 from .runs import ROWS, Run, read_rows
@@ -132,14 +133,14 @@ def check_tracker(name: str) -> None:
         raise InputError(f'--tracker {name} needs the package {TRACKERS[name][0]}: pip install "foogd[{name}]"')
 
 
-def tracked(run: Run, name: str) -> Iterator[RoundResult]:
+def tracked(run: Run, name: str, progress: Progress | None = None) -> Iterator[RoundResult]:
     """Train what is left of a run, reporting each round to the tracker of this name; "" is none."""
     if not name or run.is_finished():
-        yield from run.train()
+        yield from run.train(progress)
         return
     watcher = _Watcher(run, name)
     try:
-        for result in run.train():
+        for result in run.train(progress):
             watcher.report(result)
             yield result
     finally:
