@@ -9,6 +9,7 @@ with the energy (`--part spaces`). Then FOOGD's own score (`--part scores`): its
 full covariances instead; networks that learn by its loss, on all clients' features at once, alone or on top of the
 Gaussians, asked at the clean point or averaged over noise, trusted or half trusted. Last (`--part near`) the client's
 own features in that space: their smoothed score, the distance to the k-th nearest, and shares of it beside the score.
+Apart from these `--part gap`: the norm of the score that the run has learnt, for training images and for the others.
 A CPU takes some minutes.
 """
 
@@ -35,6 +36,7 @@ from foogd.nets import AnchoredScore
 from foogd.nets.score import ScoreNetwork
 from foogd.runs import Run, source_commit
 from foogd.settings import read_run_config
+from foogd.types import Readout
 
 Space = Callable[[Tensor], Tensor]
 
@@ -122,7 +124,7 @@ def main() -> None:
     words.add_argument("--outs", help="OUT sets instead of the run's, as in lsun_c,svhn")
     words.add_argument("--corruptions", help="kinds of IN-C instead of the run's, as in gaussian_noise,fog")
     words.add_argument("--severity", type=int, default=5, help="of IN-C")
-    words.add_argument("--part", choices=("all", "spaces", "scores", "near"), default="all")
+    words.add_argument("--part", choices=("all", "spaces", "scores", "near", "gap"), default="all")
     words.add_argument("--steps", type=int, default=240, help="of the networks that learn")
     words.add_argument("--images", type=int, default=6000, help="training images; a sixth of it of each test set")
     args = words.parse_args()
@@ -165,6 +167,9 @@ def main() -> None:
         head = method.generic_readout(evaluator._nets).head
         about = f"{config.method}, alpha {config.alpha}, round {state.server.round}, seed {config.seed}"
         print(f"{about}; {len(z)} training images, commit {source_commit()}, torch {torch.__version__}\n")
+        if args.part == "gap":
+            gap(method.generic_readout(evaluator._nets), z, y, torch.cat(list(inside.values())), tests)
+            return
         outs = [key for key in tests if "/" not in key]
         columns = ["space", "classes of", "score", "sigma", *tests, "mean of OUT"]
         columns += [f"with energy: {key}" for key in [*tests, "mean of OUT"]]
@@ -245,6 +250,22 @@ def main() -> None:
                     known = torch.bincount(y[owner == client], minlength=int(y.max()) + 1).clamp_max(1).float()
                     own_norms[client] = norm_of(foogd, score, known if known.any() else None)
                 line(where, "the client", title, foogd.sigma, own_norms)
+
+
+def gap(readout: Readout, z: Tensor, y: Tensor, inside: Tensor, tests: dict[str, Tensor]) -> None:
+    """How much farther than training images other images are: a backbone that knows those by heart tells IN from them
+    as well as it tells OUT from IN."""
+    assert readout.score is not None
+    right = float((readout.head(z).argmax(1) == y).float().mean())
+    print(f"Training images classified right: {100 * right:.1f} %.\n")
+    print("| images | norm, relative to training images | AUROC of the norm against IN | of the energy |")
+    print("| --- | ---: | ---: | ---: |")
+    usual = float(readout.score(z).norm(dim=1).mean())
+    known = readout.score(inside).norm(dim=1), energy(readout.head(inside))
+    for name, x in {"training": z, "IN": inside, **tests}.items():
+        norm = readout.score(x).norm(dim=1)
+        told = [f"{100 * auroc(*pair):.1f}" for pair in ((known[0], norm), (known[1], energy(readout.head(x))))]
+        print(f"| {name} | {float(norm.mean()) / usual:.2f} | {' | '.join(told)} |", flush=True)
 
 
 def own_features(z: Tensor, y: Tensor, owner: Tensor, aside: dict[int, Tensor], line: Callable[..., None]) -> None:

@@ -487,7 +487,7 @@ def test_every_hook_of_a_method_is_called(federation, config):
     mean, std = torch.tensor(federation.mean).view(1, -1, 1, 1), torch.tensor(federation.std).view(1, -1, 1, 1)
     everyone = torch.cat(federation.train_indices)
     wanted = nets["backbone"]((federation.train.batch(everyone) - mean) / std).mean(0)
-    surveyed = Hooked().begin(start.server, engine.survey(start.server, start.clients, 0)).extra["mean_feature"]
+    surveyed = Hooked().begin(start.server, list(engine.survey(start.server, start.clients, 0))).extra["mean_feature"]
     assert torch.allclose(surveyed, wanted, atol=1e-5)
 
 

@@ -117,7 +117,7 @@ def test_one_client_with_one_full_batch_has_no_penalty_at_its_first_step(federat
         method = FedIIR(ema=ema, penalty=1.0)
         engine = EagerEngine(method, alone, config)
         state = initial_state(engine)
-        server = method.begin(state.server, engine.survey(state.server, list(state.clients), 0))
+        server = method.begin(state.server, list(engine.survey(state.server, list(state.clients), 0)))
         nets, own = engine.nets().train(), alone.train_indices[0]
         batch = BatchMaker.of(method, alone, config, torch.device("cpu")).training(own.flip(0), own, Streams(0))
         ctx = Context(0, 1, ("model",), alone.class_counts(0), nets, server.extra, {}, Streams(1))
@@ -158,7 +158,7 @@ def test_training_uses_the_mean_gradient_of_its_own_round(federation, config):
     engine = EagerEngine(FedIIR(penalty=1.0), federation, replace(config, rounds=1))
     state = initial_state(engine)
     found = run_round(engine, state, 0).state.server
-    server = engine.method.begin(state.server, engine.survey(state.server, list(state.clients), 0))
+    server = engine.method.begin(state.server, list(engine.survey(state.server, list(state.clients), 0)))
     rows = [update.shared for update in engine.train(server, [replace(client) for client in state.clients], 0)]
     torch.testing.assert_close(found.shared, torch.stack(rows).mean(0), rtol=1e-5, atol=1e-6)
     stale = next(engine.train(state.server, [replace(state.clients[0])], 0)).shared
@@ -172,7 +172,7 @@ def test_the_survey_leaves_no_trace(federation, config):
     state = initial_state(engine)
     before = next(engine.train(state.server, [replace(state.clients[0])], 0))
     row, counters = state.server.shared.clone(), {name: v.clone() for name, v in state.server.integers.items()}
-    assert len(engine.survey(state.server, list(state.clients), 0)) == 3
+    assert len(list(engine.survey(state.server, list(state.clients), 0))) == 3
     assert torch.equal(state.server.shared, row)
     assert all(torch.equal(state.server.integers[name], value) for name, value in counters.items())
     after = next(engine.train(state.server, [replace(state.clients[0])], 0))

@@ -34,7 +34,7 @@ RESULTS = ROOT / "docs" / "results"
 FIGURES = ROOT / "docs" / "figures"
 OUTS = {"LSUN-like crop": "LSUN-like crop", "Textures (10 classes)": "Textures", "isun": "iSUN", "svhn": "SVHN"}
 CHOSEN_BY = "LSUN-like resize"  # settings were chosen by this set, so no mean counts it
-OURS = ("score_norm", "score_energy", "score_own")
+OURS = ("score_norm", "score_energy", "score_own", "score_near")
 
 
 @dataclass(frozen=True)
@@ -203,15 +203,25 @@ def figures() -> dict[str, Any]:
     import matplotlib
     from matplotlib.figure import Figure
 
+    panels_of = {
+        "CIFAR-10, alpha 5.0": ("cifar10", "5"),
+        "CIFAR-10, alpha 0.1": ("cifar10", "0.1"),
+        "CIFAR-100, alpha 0.1": ("cifar100", "0.1"),
+    }
     # With the settings of today.
-    groups = {key: runs for key, runs in whole_runs("cifar10").items() if not key[0].endswith(" settings")}
-    methods = list(dict.fromkeys(method for method, _, _ in groups))
+    groups = {
+        (data, *key): runs
+        for data in ("cifar10", "cifar100")
+        for key, runs in whole_runs(data).items()
+        if not key[0].endswith(" settings")
+    }
+    methods = list(dict.fromkeys(method for _, method, _, _ in groups))
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(8.6, 4.6), layout="constrained")
-        panels = figure.subplots(1, 2, sharey=True)
-        for axes, alpha in zip(panels, ("5", "0.1"), strict=True):
-            for (method, of, _), runs in groups.items():
-                if of != alpha:
+        figure = Figure(figsize=(10.6, 4.6), layout="constrained")
+        panels = figure.subplots(1, 3, sharey=True)
+        for axes, (title, shown) in zip(panels, panels_of.items(), strict=True):
+            for (data, method, split_by, _), runs in groups.items():
+                if (data, split_by) != shown:
                     continue
                 found = {name: mean(run.mean(name, "auroc") for run in runs) for name in runs[0].detectors}
                 axes.plot(
@@ -223,7 +233,7 @@ def figures() -> dict[str, Any]:
                     alpha=0.85,
                     label=method,
                 )
-            axes.set_title(f"alpha {alpha}")
+            axes.set_title(title)
             axes.set_xlabel("AUROC in %, mean of four OUT sets")
             axes.set_yticks(range(len(NAMES)), list(NAMES.values()))
             axes.set_xlim(50, 100)  # below is no better than a coin
@@ -232,7 +242,7 @@ def figures() -> dict[str, Any]:
         panels[0].invert_yaxis()
         marks = {mark: word for axes in panels for mark, word in zip(*axes.get_legend_handles_labels(), strict=True)}
         chosen = {word: mark for mark, word in marks.items()}
-        figure.legend(list(chosen.values()), list(chosen), loc="outside lower center", ncols=3)
+        figure.legend(list(chosen.values()), list(chosen), loc="outside lower center", ncols=5)
     return {"detectors": figure}
 
 

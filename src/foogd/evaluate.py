@@ -133,8 +133,9 @@ class Evaluator:
 
     def evaluation(self, state: RunState, *, run: str = "", method: str = "") -> Evaluation:
         """All rows of one state; tests without a sample of a client yield no row for it."""
-        state = self.ready(settled(self._engine, state))
-        self._seen, self._planned = 0, self._plan()
+        images = {client.id: len(client.indices) for client in state.clients}
+        self._seen, self._planned = 0, self._plan() + (sum(images.values()) if self._method.settles else 0)
+        state = self.ready(settled(self._engine, state, lambda client: self._looked_at(images[client])))
         fitted = self.fitted(state)
         asked = self.asked(state, fitted)
         blank = blank_row(self._config, state.server.round, run, method)

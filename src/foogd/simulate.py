@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -135,13 +135,22 @@ def round_half_up(value: float) -> int:
 
 
 def surveyed(
-    engine: Engine, server: ServerState, clients: Sequence[ClientState], round: int
+    engine: Engine,
+    server: ServerState,
+    clients: Sequence[ClientState],
+    round: int,
+    heard: Callable[[int], None] | None = None,
 ) -> tuple[list[Survey], dict[int, str], int]:
-    """The clients' answers before training that can be used, why the others cannot, and the bytes that were sent."""
+    """The clients' answers before training that can be used, why the others cannot, and the bytes that were sent.
+
+    `heard` is told whose answer has come.
+    """
     answers: list[Survey] = []
     refused: dict[int, str] = {}
     sent = 0
     for answer in engine.survey(server, clients, round):
+        if heard is not None:
+            heard(answer.client)
         if isinstance(answer, Missing):
             refused[answer.client] = answer.reason
             continue
@@ -154,12 +163,15 @@ def surveyed(
     return answers, refused, sent
 
 
-def settled(engine: Engine, state: RunState) -> RunState:
-    """The state as it is tested: what a method measures at the server's model is measured at this one."""
+def settled(engine: Engine, state: RunState, heard: Callable[[int], None] | None = None) -> RunState:
+    """The state as it is tested: what a method measures at the server's model is measured at this one.
+
+    `heard` is told which client has measured.
+    """
     if not engine.method.settles:
         return state
     able = sample_clients(state.clients, 1.0, engine.config.seed, state.server.round)
-    answers, _, _ = surveyed(engine, state.server, able, state.server.round)
+    answers, _, _ = surveyed(engine, state.server, able, state.server.round, heard)
     if not answers:
         return state
     return replace(state, server=engine.method.settle(state.server, answers, engine.server_nets()))

@@ -40,7 +40,7 @@ class Engine(Protocol):
 
     def survey(
         self, server: ServerState, clients: Sequence[ClientState], round: int
-    ) -> Sequence[Survey | Missing]: ...
+    ) -> Iterable[Survey | Missing]: ...
 
     def train(
         self, server: ServerState, clients: Sequence[ClientState], round: int
@@ -154,12 +154,9 @@ class EagerEngine:
         return ready
 
     @torch.no_grad()
-    def survey(self, server: ServerState, clients: Sequence[ClientState], round: int) -> list[Survey]:
-        """What the clients answer at the received weights before training; [] where the method asks nothing."""
-        if not self.method.surveys:
-            return []
-        answers = []
-        for client in clients:
+    def survey(self, server: ServerState, clients: Sequence[ClientState], round: int) -> Iterator[Survey]:
+        """What the clients answer at the received weights before training; nothing where the method asks nothing."""
+        for client in clients if self.method.surveys else ():
             ctx = self._arrive(server, client, round)
             self._nets.eval()
             sums: dict[str, Tensor] = {}
@@ -169,8 +166,7 @@ class EagerEngine:
                 for name, value in self.method.survey(self._nets, batch, ctx).items():
                     sums[name] = sums[name] + value if name in sums else value
             if sums:
-                answers.append(Survey(client.id, self.weight(client), sums))
-        return answers
+                yield Survey(client.id, self.weight(client), sums)
 
     def train(self, server: ServerState, clients: Sequence[ClientState], round: int) -> Iterator[Update]:
         """Local training of each client in turn; a client's state is replaced, never written into."""

@@ -357,7 +357,7 @@ class GraphEngine:
         """The clients with their private nets trained on the final model, step by step."""
         return self.eager.personalise(server, clients)
 
-    def survey(self, server: ServerState, clients: Sequence[ClientState], round: int) -> list[Survey]:
+    def survey(self, server: ServerState, clients: Sequence[ClientState], round: int) -> Iterator[Survey]:
         """What the clients answer at the received weights before training."""
         return self.eager.survey(server, clients, round)
 

@@ -334,7 +334,7 @@ def answer_survey(node: Node, content: RecordDict) -> RecordDict:
     """What the method asks before training."""
     work = Work(node, *unpack(content), tests=False)
     client = work.client()
-    answers = work.engine.survey(work.server, [client], int(work._about["round"]))
+    answers = list(work.engine.survey(work.server, [client], int(work._about["round"])))
     sums = {f"sums.{name}": value for answer in answers for name, value in answer.sums.items()}
     return pack(to_record(sums), {"weight": work.engine.weight(client), "answers": len(answers), **work.own_facts()})
 
