@@ -17,6 +17,7 @@ from sklearn.metrics import roc_auc_score
 
 from foogd.cli import main
 from foogd.data.corrupt import CORRUPTIONS
+from foogd.data.federation import LEFT_OUT
 from foogd.documents import csv_report, latex_report, markdown_report
 from foogd.errors import InputError
 from foogd.evaluate import Row
@@ -449,6 +450,8 @@ def test_what_is_no_run_is_named(tmp_path):
          {"metric": "fpr95", "split": "out", "dataset": "svhn", "detector": "msp"}, 39.55),
         ("tinyimagenet", "fedicon", {}, {"metric": "accuracy", "split": "in"}, 60.98),
         ("pacs", "fedthe", {"leave_out": "photo"}, {"metric": "accuracy", "split": "in-c"}, 93.57),
+        ("pacs", "fedthe", {"leave_out": "photo"},
+         {"metric": "accuracy", "split": "in-c", "corruption": "domain photo"}, 93.57),
         ("cifar10", "fedavg", {"alpha": 0.1},
          {"metric": "accuracy", "split": "in-c", "corruption": "brightness"}, 65.44),
     ],
@@ -519,6 +522,14 @@ def test_a_run_at_other_settings_is_marked(tmp_path):
     make_run(tmp_path / "a", preset="cifar10", rounds=4, samples=False)
     text = Page(html_report(collect(find_runs([tmp_path])), maps=0)).words()
     assert "† fedavg: not the published settings: clients 4 instead of 10; rounds 4 instead of 100." in text
+    make_run(tmp_path / "b", preset="cifar100", rounds=4, samples=False)
+    make_run(tmp_path / "c", "fedrod", preset="cifar100", rounds=4, samples=False)
+    make_run(tmp_path / "d", preset="tinyimagenet", rounds=5, samples=False)
+    text = Page(html_report(collect(find_runs([tmp_path])), maps=0)).words()
+    # A method that is marked for one reason needs no place, one with several does.
+    both = "not the published settings: clients 4 instead of 10; rounds 4 instead of 100"
+    assert f"† fedavg (data = cifar10), fedavg (data = cifar100), fedrod: {both}." in text
+    assert "† fedavg (data = tinyimagenet): not the published settings: clients 4" in text
 
 
 def test_the_dagger_stands_wherever_a_published_number_does(tmp_path):
@@ -546,12 +557,18 @@ def test_the_mean_over_the_domains_left_out_stands_beside_the_published_one(tmp_
     for folder in tmp_path.iterdir():
         path = folder / "rows.jsonl"
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        shifted = {**rows[0], "round": rows[-1]["round"], "split": "in-c", "dataset": "left out", "value": 0.5}
+        left_out = folder.name[:-1]
+        shifted = {**rows[0], "round": rows[-1]["round"], "split": "in-c", "dataset": left_out, "value": 0.5}
+        shifted["corruption"] = f"{LEFT_OUT}{left_out}"  # as a run of PACS writes it
         shifted["value"] += 0.1 * domains.index(folder.name[:-1])
         path.write_text(path.read_text() + json.dumps(shifted) + "\n")
     collection = collect(find_runs([tmp_path]))
     ((title, grid),) = domain_means(collection)
     assert title == "mean over leave_out = art_painting, cartoon, photo, sketch"
+    for scene, printed in zip(collection.scenes, (97.21, 62.58, 91.0, 35.28), strict=True):
+        (line,) = paper_grid(scene).lines
+        (cell,) = [cell for cell, column in zip(line.cells, grid.columns, strict=True) if column.title == "ACC-IN-C"]
+        assert cell.published.mean == printed
     (line,) = grid.lines
     place = [column.title for column in grid.columns].index("ACC-IN-C")
     assert line.cells[place].values == pytest.approx((0.65,))  # seed 1 has no photo
@@ -577,6 +594,21 @@ def test_made_up_data_has_no_published_number_and_says_so(tmp_path):
     collection = collect(find_runs([tmp_path]))
     assert not paper_grid(collection.scenes[0]).has_published
     assert any("NOT REAL DATA" in one.text for one in findings(collection))
+
+
+def test_settings_that_follow_from_the_data_are_not_said_again(tmp_path):
+    for preset, clients in (("cifar10", 10), ("cifar100", 5)):
+        for alpha in (0.1, 5.0):
+            make_run(tmp_path / f"{preset}-{alpha}", preset=preset, clients=clients, alpha=alpha, samples=False)
+    collection = collect(find_runs([tmp_path]))
+    assert [scene.title for scene in collection.scenes] == [
+        f"data = {data}, alpha = {alpha}" for data in ("cifar10", "cifar100") for alpha in ("0.1", "5")
+    ]
+    assert {dict(scene.setting)["clients"] for scene in collection.scenes} == {10, 5}
+    # Of one data set, every setting that differs is said.
+    more = make_run(tmp_path / "more", preset="cifar10", clients=7, alpha=5.0, samples=False)
+    collection = collect([tmp_path / "cifar10-0.1", more])
+    assert [scene.title for scene in collection.scenes] == ["clients = 7, alpha = 5", "clients = 10, alpha = 0.1"]
 
 
 # Findings

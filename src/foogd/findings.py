@@ -301,8 +301,8 @@ def domain_means(collection: Collection) -> list[tuple[str, Grid]]:
             departs={g.label: departures(g.settings) for g in groups},
             unfinished={g.label: g.unfinished for g in sorted(groups, key=lambda group: bool(group.unfinished))},
         )
-        rest = [f"{key} = {shown(value)}" for key, value in scenes[0].setting if key != "leave_out"]
-        found.append((", ".join([*rest, f"mean over leave_out = {', '.join(domains)}"]), grid))
+        rest = scenes[0].title_without("leave_out")
+        found.append((f"{rest}{', ' if rest else ''}mean over leave_out = {', '.join(domains)}", grid))
     return found
 
 

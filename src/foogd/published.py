@@ -10,6 +10,7 @@ from importlib import resources
 from typing import Any, final
 
 from .config import WHERE
+from .data.federation import LEFT_OUT
 from .errors import InputError
 
 PAPER_PRESETS = ("cifar10", "cifar100", "tinyimagenet", "pacs")
@@ -84,7 +85,7 @@ def published(
         detector,
         split,
         dataset if split == "out" else "",
-        corruption,
+        "" if corruption.startswith(LEFT_OUT) else corruption,  # that is `leave_out`
         metric,
     )
     return _entries().get(key)

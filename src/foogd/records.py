@@ -150,10 +150,16 @@ class Scene:
 
     setting: Settings
     groups: tuple[Group, ...]
+    implied: frozenset[str] = frozenset()  # settings that the data set decides, among the runs of the report
 
     @property
     def title(self) -> str:
-        return ", ".join(f"{key} = {shown(value)}" for key, value in self.setting)
+        return self.title_without()
+
+    def title_without(self, left_out: str = "") -> str:
+        """The settings that tell this table from others; what follows from the data set is not said again."""
+        told = [(key, value) for key, value in self.setting if key not in self.implied and key != left_out]
+        return ", ".join(f"{key} = {shown(value)}" for key, value in told)
 
     @cached_property
     def history(self) -> Report:
@@ -324,9 +330,18 @@ def collect(folders: Sequence[Path]) -> Collection:
             own = (*variant, ("init", "given" if started else "")) if len(starts) > 1 else variant
             group = Group(alike[0].method, setting, own, _siblings(members, notes))
             scenes.setdefault(repr(setting), []).append(group)
-    found = [Scene(groups[0].setting, tuple(sorted(groups, key=_order))) for groups in scenes.values()]
+    implied = _implied([groups[0].setting for groups in scenes.values()])
+    found = [Scene(groups[0].setting, tuple(sorted(groups, key=_order)), implied) for groups in scenes.values()]
     found.sort(key=lambda scene: [sortable(value) for _, value in scene.setting])
     return Collection(tuple(found), tuple(notes))
+
+
+def _implied(settings: Sequence[Settings]) -> frozenset[str]:
+    """Settings of which there is one value for each data set."""
+    found = [dict(setting) for setting in settings]
+    keys = {key for setting in found for key in setting if "data" in setting} - {"data"}
+    of_data = {key: {(repr(setting["data"]), repr(setting[key])) for setting in found} for key in keys}
+    return frozenset(key for key, pairs in of_data.items() if len(pairs) == len({data for data, _ in pairs}))
 
 
 def _readable(folders: Sequence[Path]) -> tuple[list[Record], list[str], list[InputError]]:

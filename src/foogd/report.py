@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, final
 
+from .data.federation import LEFT_OUT
 from .evaluate import Row
 from .published import Published, published
 
@@ -512,8 +513,8 @@ class Report:
     def _published_corruption(self, method: str) -> str:
         """Which published column the mean over a method's IN-C sets stands for."""
         kinds = {row.corruption for row in self.rows_of(method, "accuracy", "in-c")}
-        if None in kinds or not kinds:
-            return ""
+        if None in kinds or not kinds or all(str(kind).startswith(LEFT_OUT) for kind in kinds):
+            return ""  # no kind of corruption: a domain that was left out, or the mean over those
         if len(kinds) == 1:
             return str(next(iter(kinds)))
         return "all" if len(kinds) == _ALL_CORRUPTIONS else "some"

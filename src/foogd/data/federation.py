@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 PARTITIONS = ("dirichlet", "pathological", "by_domain")
+LEFT_OUT = "domain "  # then its name: what rows call the shift of a domain that no client trains on
 
 _LUMINANCE = (0.299, 0.587, 0.114)  # ITU-R BT.601
 _CHUNK = 2048  # images that are widened to floats at a time
@@ -141,7 +142,7 @@ class Federation:
             source, left = _without_domain(source, leave_out)
             everything = torch.arange(len(left), device=left.images.device)
             shares = (everything,) * (clients or len(torch.unique(source.domains)))
-            unseen = (TestSet(leave_out, "in-c", left, shares, corruption=f"domain {leave_out}", unseen=True),)
+            unseen = (TestSet(leave_out, "in-c", left, shares, corruption=f"{LEFT_OUT}{leave_out}", unseen=True),)
         held_out = source.test if source.test is not None else _stratified(_strata(source), test_share, seed)
         if not held_out.any() or held_out.all():
             raise InputError(

@@ -13,7 +13,7 @@ from flwr.app import RecordDict
 from torch import Tensor
 
 from ..config import Config
-from ..data.federation import Federation, TestSet, fit_to, in_tests, set_aside
+from ..data.federation import LEFT_OUT, Federation, TestSet, fit_to, in_tests, set_aside
 from ..data.leaks import count_leaks
 from ..data.sources import load_source
 from ..data.store import ImageStore
@@ -275,7 +275,7 @@ class Work:
         for name, store in self.node.others("unseen").items():
             left = with_classes(fit_to(store, shape), classes, f"unseen/{name} of node {self.node.name}")
             everything = (torch.arange(len(left)),)
-            found.append(TestSet(name, "in-c", left, everything, corruption=f"domain {name}", unseen=True))
+            found.append(TestSet(name, "in-c", left, everything, corruption=f"{LEFT_OUT}{name}", unseen=True))
         for name, store in self.node.others("out").items():
             found.append(TestSet(name, "out", fit_to(store, shape), (torch.arange(len(store)),)))
         return tuple(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 
 from ..curves import corruption_values, severities, severity_curve, shifts
@@ -32,11 +33,11 @@ def results(collection: Collection) -> Html:
     """The paper's layout, a table for each setting, with published numbers below measured ones."""
     grids = [(scene.title, paper_grid(scene)) for scene in collection.scenes] + domain_means(collection)
     tables = [h("div", h("h3", title) if title else None, grid_table(grid)) for title, grid in grids]
+    found = dict.fromkeys((line.method, line.footnote, at) for at, grid in grids for line in grid.lines if line.marks)
+    reasons = Counter(method for method, _ in {(method, why) for method, why, _ in found})
     marks: dict[str, dict[str, None]] = {}
-    for _, grid in grids:
-        for line in grid.lines:
-            if line.marks:
-                marks.setdefault(line.footnote, {})[line.method] = None
+    for method, why, at in found:  # a method that is marked for several reasons is named with its table
+        marks.setdefault(why, {})[f"{method} ({at})" if reasons[method] > 1 and at else method] = None
     several = any(len(group.records) > 1 for group in collection.groups)
     text = (
         f"In %, weighted over clients by their test images{', mean ± deviation over seeds' if several else ''}. Each "
