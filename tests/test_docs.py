@@ -89,6 +89,21 @@ def test_tables_hold_the_runs_on_their_data_with_the_numbers_printed_for_them(tm
     ]
 
 
+def test_the_overview_sets_the_best_of_the_others_beside_ours(tmp_path, monkeypatch):
+    page = tool("reproduction_page")
+    for name in ("fedavg+foogd-5.0-s21", "fedavg-5.0-s21"):
+        copied(page, name, tmp_path / name)
+    monkeypatch.setattr(page, "RESULTS", tmp_path)
+    (line,) = [line for line in page.overview_table().splitlines() if line.startswith("| cifar10")]
+    cells = [cell.strip(" *") for cell in line.split("|")[1:-1]]
+    ours, base = page.Kept("fedavg+foogd-5.0-s21"), page.Kept("fedavg-5.0-s21")
+    assert cells[:4] == ["cifar10, alpha 5", "fedavg+foogd", "1", f"{base.mean('msp', 'auroc'):.1f}"]
+    assert cells[-1] == f"{ours.mean('score_near', 'auroc'):.1f}"
+    others = {page.NAMES[name]: ours.mean(name, "auroc") for name in ours.detectors if "score" not in name}
+    best = max(others, key=others.get)
+    assert cells[7] == f"{others[best]:.1f} ({best})"
+
+
 def test_kept_runs_can_be_repeated():
     """Their configurations name every setting of today, so a default that changes does not change them."""
     for folder in sorted((ROOT / "docs" / "results").iterdir()):

@@ -3,10 +3,10 @@
 python tools/reproduction_page.py            writes page and figures
 python tools/reproduction_page.py --check    fails where the page is not what the rows say
 
-A block of the page begins with <!-- runs DATA --> (every whole run on these data, CIFAR-10 where none are named, beside
-the published numbers), <!-- variants RUN... --> (single runs beside each other, named after what follows the seed) or
-<!-- detectors RUN... --> (every detector of these runs, their mean where there are several seeds), and ends with
-<!-- end -->.
+A block of the page begins with <!-- overview --> (FOOGD's detectors beside others, for all data sets),
+<!-- runs DATA --> (every whole run on these data, CIFAR-10 where none are named, beside the published numbers),
+<!-- variants RUN... --> (single runs beside each other, named after what follows the seed) or <!-- detectors RUN... -->
+(every detector of these runs, their mean where there are several seeds), and ends with <!-- end -->.
 """
 
 from __future__ import annotations
@@ -167,6 +167,29 @@ def variants_table(runs: Sequence[Kept]) -> str:
     return lines_table("variant", str(runs[0].settings["data"]), lines)
 
 
+def overview_table() -> str:
+    """For each data set, split and base: AUROC of FOOGD's detectors and of others, in the mean of four OUT sets."""
+    others = ("msp", "energy", "knn")
+    lines = []
+    for data in ("cifar10", "cifar100", "pacs"):
+        found = whole_runs(data)
+        for (method, split_by, rounds), runs in found.items():
+            if not method.endswith("+foogd"):
+                continue
+            base = found.get((method.removesuffix("+foogd"), split_by, rounds))
+            known = {name: mean(run.mean(name, "auroc") for run in runs) for name in runs[0].detectors}
+            best = max((name for name in known if name not in OURS), key=lambda name: known[name])
+            before = f"{mean(run.mean('msp', 'auroc') for run in base):.1f}" if base else "–"
+            top = f"{max(known.values()):.1f}"
+            cells = [f"{known[name]:.1f}" for name in (*others, best, *OURS)]
+            cells = [f"**{cell}**" if cell == top else cell for cell in cells]
+            cells[len(others)] += f" ({NAMES[best]})"
+            where = f"{data}, {'without ' if data == 'pacs' else 'alpha '}{split_by}"
+            lines.append((where, method, str(len(runs)), before, *cells))
+    heads = ("data", "method", "seeds", "base method, MSP", *(NAMES[name] for name in others), "best of all others")
+    return Table("", (*heads, *(NAMES[name] for name in OURS)), tuple(lines)).markdown(words=(0, 1))
+
+
 def detectors_table(runs: Sequence[Kept]) -> str:
     numbers: dict[str, list[float]] = {}
     columns = [*OUTS] + [CHOSEN_BY] * all(CHOSEN_BY in run.detection("msp", "auroc") for run in runs)
@@ -189,13 +212,16 @@ def page(text: str) -> str:
 
     def fill(match: re.Match[str]) -> str:
         kind, *names = match["what"].split()
-        if kind == "runs":
+        if kind == "overview":
+            made = overview_table()
+        elif kind == "runs":
             made = runs_table(*names or ["cifar10"])
         else:
             made = {"variants": variants_table, "detectors": detectors_table}[kind]([Kept(name) for name in names])
         return f"<!-- {match['what']} -->\n\n{made}\n\n<!-- end -->"
 
-    return re.sub(r"<!-- (?P<what>(?:runs|variants|detectors)[^>]*?) -->.*?<!-- end -->", fill, text, flags=re.DOTALL)
+    kinds = "overview|runs|variants|detectors"
+    return re.sub(rf"<!-- (?P<what>(?:{kinds})[^>]*?) -->.*?<!-- end -->", fill, text, flags=re.DOTALL)
 
 
 def figures() -> dict[str, Any]:
