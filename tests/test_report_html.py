@@ -528,8 +528,9 @@ def test_a_run_at_other_settings_is_marked(tmp_path):
     text = Page(html_report(collect(find_runs([tmp_path])), maps=0)).words()
     # A method that is marked for one reason needs no place, one with several does.
     both = "not the published settings: clients 4 instead of 10; rounds 4 instead of 100"
-    assert f"† fedavg (data = cifar10), fedavg (data = cifar100), fedrod: {both}." in text
-    assert "† fedavg (data = tinyimagenet): not the published settings: clients 4" in text
+    at = "rounds = 4"
+    assert f"† fedavg (data = cifar10, {at}), fedavg (data = cifar100, {at}), fedrod: {both}." in text
+    assert "† fedavg (data = tinyimagenet, rounds = 5): not the published settings: clients 4" in text
 
 
 def test_the_dagger_stands_wherever_a_published_number_does(tmp_path):

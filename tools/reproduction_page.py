@@ -167,6 +167,16 @@ def variants_table(runs: Sequence[Kept]) -> str:
     return lines_table("variant", str(runs[0].settings["data"]), lines)
 
 
+def means(runs: Sequence[Kept]) -> dict[str, float]:
+    """AUROC of each detector in %, over the OUT sets that we report on and over seeds."""
+    return {name: mean(run.mean(name, "auroc") for run in runs) for name in runs[0].detectors}
+
+
+def best_other(known: dict[str, float]) -> str:
+    """The best detector that is not FOOGD's."""
+    return max((name for name in known if name not in OURS), key=lambda name: known[name])
+
+
 def overview_table() -> str:
     """For each data set, split and base: AUROC of FOOGD's detectors and of others, in the mean of four OUT sets."""
     others = ("msp", "energy", "knn")
@@ -177,16 +187,20 @@ def overview_table() -> str:
             if not method.endswith("+foogd"):
                 continue
             base = found.get((method.removesuffix("+foogd"), split_by, rounds))
-            known = {name: mean(run.mean(name, "auroc") for run in runs) for name in runs[0].detectors}
-            best = max((name for name in known if name not in OURS), key=lambda name: known[name])
-            before = f"{mean(run.mean('msp', 'auroc') for run in base):.1f}" if base else "–"
+            known = means(runs)
+            best = best_other(known)
+            before = ["–", "–"]
+            if base:
+                plain = means(base)
+                before = [f"{plain['msp']:.1f}", f"{plain[best_other(plain)]:.1f} ({NAMES[best_other(plain)]})"]
             top = f"{max(known.values()):.1f}"
             cells = [f"{known[name]:.1f}" for name in (*others, best, *OURS)]
             cells = [f"**{cell}**" if cell == top else cell for cell in cells]
             cells[len(others)] += f" ({NAMES[best]})"
             where = f"{data}, {'without ' if data == 'pacs' else 'alpha '}{split_by}"
-            lines.append((where, method, str(len(runs)), before, *cells))
-    heads = ("data", "method", "seeds", "base method, MSP", *(NAMES[name] for name in others), "best of all others")
+            lines.append((where, method, str(len(runs)), *before, *cells))
+    heads = ("data", "method", "seeds", "base method: MSP", "its best detector", *(NAMES[name] for name in others))
+    heads = (*heads, "best of all others")
     return Table("", (*heads, *(NAMES[name] for name in OURS)), tuple(lines)).markdown(words=(0, 1))
 
 

@@ -346,6 +346,7 @@ class EvaluationProgress:
     def __init__(self, progress: Progress, run: Run) -> None:
         self._progress, self._config = progress, run.config
         self._task: TaskID | None = None
+        self._start, self._told = (0.0, 0), 0.0
 
     def __call__(self, images: int, total: int) -> None:
         now = time.perf_counter()

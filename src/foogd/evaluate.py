@@ -134,13 +134,17 @@ class Evaluator:
     def evaluation(self, state: RunState, *, run: str = "", method: str = "") -> Evaluation:
         """All rows of one state; tests without a sample of a client yield no row for it."""
         images = {client.id: len(client.indices) for client in state.clients}
-        self._seen, self._planned = 0, self._plan() + (sum(images.values()) if self._method.settles else 0)
+        measured = self._method.settles and self._method.surveys
+        self._seen, self._planned = 0, self._plan() + (sum(images.values()) if measured else 0)
         state = self.ready(settled(self._engine, state, lambda client: self._looked_at(images[client])))
         fitted = self.fitted(state)
         asked = self.asked(state, fitted)
         blank = blank_row(self._config, state.server.round, run, method)
+        rows = make_rows(blank, asked, private=self._private)
+        if self._progress is not None and self._planned:
+            self._progress(self._planned, self._planned)  # the end, also where a client had nothing to measure
         return Evaluation(
-            make_rows(blank, asked, private=self._private),
+            rows,
             state,
             fitted,
             asked.calibration,
@@ -172,8 +176,12 @@ class Evaluator:
         return Asked(answers, calibration, generic, generic_clean)
 
     def _further(self) -> tuple[TestSet | None, TestSet | None, TestSet | None]:
-        """What is asked besides the tests: images set aside, and where clients have private parts, these and IN images
-        by the model without them. Someone unknown is judged by that model, so thresholds come from it too."""
+        """What is asked besides the tests, None where it is not needed.
+
+        The images set aside; where clients have private parts, the same images for the generic model; and for that
+        model IN images, where there is an unseen domain.
+        Someone unknown is judged by the generic model, so thresholds for it come from that model too.
+        """
         aside, generic_aside, clean = self._federation.calibration_test, None, None
         if self._private:
             tests = self._federation.tests
@@ -201,7 +209,7 @@ class Evaluator:
 
     def _looked_at(self, images: int) -> None:
         self._seen += images
-        if self._progress is not None and self._planned:
+        if self._progress is not None and self._seen < self._planned:  # the end is told when all scores are there
             self._progress(self._seen, self._planned)
 
     def _load(self, state: RunState) -> None:

@@ -38,6 +38,8 @@ _SAME = WHERE | {
     "threads",
     "on_bad",
 }
+# Told in titles even where the data set decides them: without them two experiments would look alike.
+TOLD = frozenset({"alpha", "rounds", "leave_out"})
 # A folder from before a setting existed was made with its default.
 _DEFAULTS = {
     item.name: list(item.default) if isinstance(item.default, tuple) else item.default for item in fields(Config)
@@ -337,9 +339,9 @@ def collect(folders: Sequence[Path]) -> Collection:
 
 
 def _implied(settings: Sequence[Settings]) -> frozenset[str]:
-    """Settings of which there is one value for each data set."""
+    """Settings of which there is one value for each data set, but for those that a reader always wants to know."""
     found = [dict(setting) for setting in settings]
-    keys = {key for setting in found for key in setting if "data" in setting} - {"data"}
+    keys = {key for setting in found for key in setting if "data" in setting} - {"data"} - TOLD
     of_data = {key: {(repr(setting["data"]), repr(setting[key])) for setting in found} for key in keys}
     return frozenset(key for key, pairs in of_data.items() if len(pairs) == len({data for data, _ in pairs}))
 
