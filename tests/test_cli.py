@@ -1,5 +1,6 @@
 """The command line: what it writes, what it repeats bit for bit, and one sentence for everything that is wrong."""
 
+import io
 import itertools
 import json
 import re
@@ -11,11 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from foogd import bench
 from foogd.cli import main
+from foogd.cli_parts import rich_table
 from foogd.detect import DETECTORS
 from foogd.methods import PROFILES, method_names
+from foogd.report import Table
 from foogd.runs import load_checkpoint, load_private_values, load_values, read_rows
 
 MINE = """
@@ -680,6 +684,23 @@ def test_the_command_as_a_process_refuses_in_one_line():
     assert (done.returncode, done.stdout) == (2, "")
     [line] = done.stderr.splitlines()
     assert "did you mean 'rounds'?" in line
+
+
+def test_a_narrow_screen_cuts_off_no_name_and_no_number():
+    numbers = tuple(f"{place + 0.1 * place:.1f} ± {place}.5" for place in range(60, 66))
+    rows = [("fedavg+foogd", "score + energy, own features", *numbers)]
+    table = Table("a title", ("method", "detector", *(f"AUROC of set_{place}" for place in range(6))), tuple(rows))
+    for width in (80, 200):
+        console = Console(width=width, file=io.StringIO(), color_system=None)
+        console.print(rich_table(table))
+        lines = console.file.getvalue().splitlines()
+        assert max(map(len, lines)) <= width
+        cells = [line.split("│")[1:-1] for line in lines if line.startswith("│")]
+        assert all(len(line) == 8 for line in cells)
+        columns = [" ".join(cell.strip() for cell in column if cell.strip()) for column in zip(*cells, strict=True)]
+        assert columns[0] == "fedavg+foogd"
+        assert columns[1].replace(" ", "") == "score+energy,ownfeatures"
+        assert columns[2:] == list(numbers)
 
 
 def test_python_knows_the_package_as_a_command(monkeypatch, capsys):

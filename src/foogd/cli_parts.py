@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -49,7 +49,9 @@ def rich_table(table: Table, words: int = 2, ruled: bool = True) -> RichTable:
     """A table on the screen: some columns of words, then numbers; if ruled, a line where the first word changes."""
     grid = RichTable(title=table.title, title_justify="left")
     for index, name in enumerate(table.columns):
-        grid.add_column(escape(name), justify="left" if index < words else "right", no_wrap=index < 2)
+        # On a narrow screen heads, detectors and deviations go to a second line; no name and no number is cut off.
+        side: Any = "left" if index < words else "right"
+        grid.add_column(escape(name), justify=side, no_wrap=index == 0, overflow="fold")
     last = None
     for row in table.rows:
         if ruled and last is not None and row[0] != last:
