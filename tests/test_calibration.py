@@ -25,7 +25,7 @@ def judged():
     federation = replace(
         base,
         tests=(*base.tests, other),
-        train_indices=tuple(own[20:] for own in base.train_indices),
+        train_indices=tuple(own[20 + 3 * client :] for client, own in enumerate(base.train_indices)),
         calibration_indices=tuple(own[:20] for own in base.train_indices),
     )
     engine = EagerEngine(FedRoD(), federation, CONFIG)

@@ -37,6 +37,11 @@ def test_a_preset_names_what_decides_a_result(preset):
 
 
 @pytest.mark.parametrize("preset", PAPER)
+def test_the_papers_detectors_and_ours_are_asked(preset):
+    assert read_preset(preset)["detectors"] == ["msp", "energy", "score_norm", "score_energy", "score_near"]
+
+
+@pytest.mark.parametrize("preset", PAPER)
 def test_the_papers_settings(preset):
     config, method = resolve(read_preset(preset), {"method": "fedavg+foogd"})
     assert (config.rounds, config.local_epochs, config.batch_size) == (100, 5, 128)
