@@ -221,7 +221,7 @@ def _detached(net):
 
 
 def test_foogd_wraps_a_base_with_phases_and_other_groups(federation, config):
-    check_method(FOOGD(TwoPhases()))
+    check_method(FOOGD(TwoPhases(), score_width=64, steps=3))
     plain, _ = named(TwoPhases(), federation, config)
     wrapped, _ = named(FOOGD(TwoPhases(), lambda_a=0.0, ce_on="ori"), federation, config)
     assert all(torch.equal(value, wrapped[name]) for name, value in plain.items())
