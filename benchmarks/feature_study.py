@@ -253,8 +253,7 @@ def main() -> None:
 
 
 def gap(readout: Readout, z: Tensor, y: Tensor, inside: Tensor, tests: dict[str, Tensor]) -> None:
-    """How much farther than training images other images are: a backbone that knows those by heart tells IN from them
-    as well as it tells OUT from IN."""
+    """How much farther than training images other images are: IN too, where a backbone knows its training by heart."""
     assert readout.score is not None
     right = float((readout.head(z).argmax(1) == y).float().mean())
     print(f"Training images classified right: {100 * right:.1f} %.\n")

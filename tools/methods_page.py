@@ -53,8 +53,8 @@ WHICH = """
 four OUT sets; `score_energy` and `score_own`, which need none of the client's training features afterwards, come next
 (with FedAvg at alpha 0.1 level with `knn`). For OUT that is near (two classes of Fashion-MNIST that nobody had)
 `score_norm` is ahead of `score_energy`, `score_near` and `energy` ([results](results.md), [research](research.md),
-section 13). Where a net knows few training images by heart (PACS: 98 % right in training, 60 % in the test) distances
-mislead, and `energy` and `dice` are ahead. Without FOOGD no detector was the best everywhere.
+section 13). On PACS, where the net knows few training images by heart (98 % right, 60 % in the test), the score and
+all distances are behind `energy` and `dice`; why is not settled. Without FOOGD no detector was the best everywhere.
 """
 COLUMNS = (
     "method", "what it adds", "what travels", "down", "up", "once", "stays on the client", "extra passes", "on Flower",
