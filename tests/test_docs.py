@@ -87,6 +87,11 @@ def test_tables_hold_the_runs_on_their_data_with_the_numbers_printed_for_them(tm
         ("as it is", "88.6 (88.9)"),
         ("without sag", "88.6 (87.9)"),
     ]
+    copied(page, name, tmp_path / f"{name}-broken", rounds="30")
+    assert [line[2] for line in lines(f"variants {name} {name}-broken") if line[0] in ("as it is", "broken")] == [
+        "25",
+        "25 of 30",
+    ]
 
 
 def test_the_overview_sets_the_best_of_the_others_beside_ours(tmp_path, monkeypatch):

@@ -27,6 +27,7 @@ from foogd.html import html_report
 from foogd.html.charts import Series, histogram, line_chart, roc_points, tick_text, ticks
 from foogd.html.markup import h, join, number
 from foogd.methods import method_names
+from foogd.methods.foogd import profile
 from foogd.projection import feature_map
 from foogd.published import DOMAINS, departures, published
 from foogd.records import collect, find_runs, read_record
@@ -281,7 +282,7 @@ def test_an_unfinished_run_is_shown_and_named(tmp_path):
     make_run(tmp_path / "half", rounds=10, eval_every=2, done=4)
     collection = collect(find_runs([tmp_path]))
     assert not collection.records[0].finished
-    assert any("half (4 of 10)" in one.text for one in findings(collection))
+    assert any("half (4 of 10 rounds);" in one.text for one in findings(collection))
 
 
 def test_a_run_that_is_not_as_far_as_other_seeds_is_in_no_mean(tmp_path):
@@ -311,6 +312,26 @@ def test_what_is_not_finished_is_marked_and_neither_best_nor_compared(tmp_path):
     assert texts[1].startswith("1 lines")
     assert "† fedavg: not finished: round 10 of 100." in Page(html_report(collection, maps=0)).words()
     assert "fedavg†" in markdown_report(collection)
+
+
+def test_runs_that_differ_in_much_are_named_by_the_profile(tmp_path):
+    made = {
+        "fixed": {},
+        "paper": profile("paper")[0],
+        "wide": profile("paper")[0] | {"sigma": 1.0},
+        "released": profile("released")[0],
+        "no-sag": {"lambda_a": 0.0},
+    }
+    for name, changes in made.items():
+        make_run(tmp_path / name, "fedavg+foogd", samples=False, **changes)
+    (scene,) = collect(find_runs([tmp_path])).scenes
+    assert {group.records[0].folder.name: group.label for group in scene.groups} == {
+        "fixed": "fedavg+foogd, profile fixed",
+        "paper": "fedavg+foogd, profile paper",
+        "wide": "fedavg+foogd, profile paper, sigma=1",
+        "released": "fedavg+foogd, profile released",
+        "no-sag": "fedavg+foogd, lambda_a=0",
+    }
 
 
 def test_where_a_run_started_makes_no_table_of_its_own(tmp_path):
@@ -501,6 +522,17 @@ def test_departures_name_what_differs_from_the_paper():
     frozen = settings_of("cifar10", method="fedavg+foogd", train_base=False, init="runs/a")
     assert departures(frozen) == []
     assert departures({**frozen, "train_base": True, "lambda_a": 0.05}) == ["init runs/a instead of "]
+    by_profile: dict[str, list[str]] = {"paper": [], "released": ["profile released"]}
+    for name, told in by_profile.items():
+        assert departures(settings_of("cifar10", method="fedrod+foogd", profile=name)) == told
+        assert departures(settings_of("cifar10", method="fedrod+foogd", profile=name, steps=3, rounds=4)) == [
+            *told,
+            "rounds 4 instead of 100",
+            "steps 3 instead of 10",
+        ]
+    neither = settings_of("cifar10", method="fedavg+foogd", alpha=5.0, lambda_a=0.0, lambda_m=0.0)
+    assert published(neither, metric="accuracy", split="in").mean == 88.9  # no ablation of the paper: the method's own
+    assert departures(neither) == ["lambda_m 0 instead of 0.5", "lambda_a 0 instead of 0.05"]
 
 
 def test_the_page_shows_the_published_number_and_the_difference(paper):

@@ -66,6 +66,12 @@ class Kept:
         last = max(int(row["round"]) for row in rows)
         return [row for row in rows if row["scope"] == "weighted" and int(row["round"]) == last]
 
+    @property
+    def rounds(self) -> str:
+        """The round that the rows are of; a run that broke off says of how many."""
+        last, planned = self.rows[0]["round"], str(self.settings["rounds"])
+        return last if last == planned else f"{last} of {planned}"
+
     def accuracy(self, split: str) -> float:
         """In %; the mean over severities."""
         return 100 * mean(float(r["value"]) for r in self.rows if r["split"] == split and r["metric"] == "accuracy")
@@ -142,7 +148,7 @@ def lines_of(name: str, runs: Sequence[Kept]) -> list[tuple[str, ...]]:
             cells.append(spread(values) + (f" ({printed.mean:.1f})" if printed and here else ""))
         means = [run.mean(detector, "auroc") for run in runs]
         commits = ", ".join(dict.fromkeys(run.commit for run in runs))
-        who = [name, runs[0].split_by, str(settings["rounds"]), str(len(runs)), commits]
+        who = [name, runs[0].split_by, runs[0].rounds, str(len(runs)), commits]
         lines.append((*(who if detector == "msp" else [""] * 5), NAMES[detector], *cells, spread(means)))
     return lines
 

@@ -338,9 +338,9 @@ def _cautions(collection: Collection) -> Iterator[Finding]:
         )
     unfinished = [record for record in records if not record.finished]
     if unfinished:
-        some = ", ".join(f"{r.folder.name} ({r.last_round} of {r.settings['rounds']})" for r in unfinished[:3])
+        some = ", ".join(f"{r.folder.name} ({r.last_round} of {r.settings['rounds']} rounds)" for r in unfinished[:3])
         more = f" and {len(unfinished) - 3} more" if len(unfinished) > 3 else ""
-        parts.append(f"Not finished: {some}{more} rounds; the last evaluated round is shown.")
+        parts.append(f"Not finished: {some}{more}; the last evaluated round is shown.")
     refused = {record.folder.name: sum(len(line["refused"]) for line in record.rounds) for record in records}
     refused = {name: count for name, count in refused.items() if count}
     if refused:

@@ -12,6 +12,7 @@ from typing import Any, final
 from .config import WHERE
 from .data.federation import LEFT_OUT
 from .errors import InputError
+from .methods.foogd import FOOGD, PROFILES, nearest_profile
 
 PAPER_PRESETS = ("cifar10", "cifar100", "tinyimagenet", "pacs")
 DOMAINS = frozenset({"art_painting", "cartoon", "photo", "sketch"})  # of PACS, each left out once
@@ -92,7 +93,10 @@ def published(
 
 
 def departures(settings: Mapping[str, Any]) -> list[str]:
-    """In which settings a run differs from those of the paper's table, in words; [] where it repeats them."""
+    """In which settings a run differs from those of the paper's table, in words; [] where it repeats them.
+
+    A run with the profile `paper` or `released` of FOOGD differs in what it has otherwise than that profile.
+    """
     data = str(settings.get("data", ""))
     if data not in PAPER_PRESETS:
         return []
@@ -101,6 +105,11 @@ def departures(settings: Mapping[str, Any]) -> list[str]:
     if "train_base" in variant:
         variant |= {"init", "lambda_a"}  # the trained net stays as it is: no Stein term moves it
     found = []
+    profile, differing = nearest_profile(settings) if "ksd_power" in settings else ("fixed", {})
+    if profile != "fixed":
+        found = ["profile released"] if profile == "released" else []
+        of_profile = {*FOOGD.__dataclass_fields__, *PROFILES[profile]}
+        expected = {key: want for key, want in expected.items() if key not in of_profile} | differing
     for key, want in expected.items():
         have = settings.get(key, want)
         have = list(have) if isinstance(have, tuple) else have
@@ -113,7 +122,10 @@ def departures(settings: Mapping[str, Any]) -> list[str]:
 def _variant(settings: Mapping[str, Any]) -> str:
     if settings.get("method") != "fedavg+foogd":
         return ""
-    return next((name for name, (key, value) in _VARIANTS.items() if settings.get(key) == value), "")
+    found = [name for name, (key, value) in _VARIANTS.items() if settings.get(key) == value]
+    if "train_base=false" in found and "lambda_a=0" in found:
+        found.remove("lambda_a=0")  # without a backbone to train there is no Stein term
+    return found[0] if len(found) == 1 else ""  # two at once are no ablation of the paper
 
 
 @cache

@@ -13,6 +13,7 @@ from .config import WHERE, Config
 from .data.standins import SUFFIX
 from .errors import InputError
 from .evaluate import Row
+from .methods.foogd import FOOGD, nearest_profile
 from .report import Report
 from .runs import CONFIG, ENVIRONMENT, PARTITION, ROUNDS, read_json, read_rounds, read_rows
 from .samples import Samples, read_samples
@@ -40,6 +41,7 @@ _SAME = WHERE | {
 }
 # Told in titles even where the data set decides them: without them two experiments would look alike.
 TOLD = frozenset({"alpha", "rounds", "leave_out"})
+FEW = 3  # settings of a method that a label lists one by one
 # A folder from before a setting existed was made with its default.
 _DEFAULTS = {
     item.name: list(item.default) if isinstance(item.default, tuple) else item.default for item in fields(Config)
@@ -114,8 +116,18 @@ class Group:
 
     @property
     def label(self) -> str:
-        """The method, with the settings of its own that other runs of it have differently."""
-        return ", ".join([self.method, *(f"{key}={shown(value)}" for key, value in self.variant)])
+        """The method, with the settings of its own that other runs of it have differently.
+
+        Where those are many, as between profiles of FOOGD, its profile and what differs from that.
+        """
+        told, variant = [self.method], self.variant
+        if len(variant) > FEW and self.method.endswith("+foogd"):
+            profile, differing = nearest_profile(dict(variant))
+            variant = tuple(
+                (key, value) for key, value in variant if key in differing or key not in FOOGD.__dataclass_fields__
+            )
+            told += [f"profile {profile}"] if profile != "fixed" or not variant else []
+        return ", ".join([*told, *(f"{key}={shown(value)}" for key, value in variant)])
 
     @property
     def settings(self) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from typing import Any, ClassVar, final
 
@@ -495,3 +495,13 @@ def profile(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     values = PROFILES[name]
     own = {key: value for key, value in values.items() if key in FOOGD.__dataclass_fields__}
     return own, {key: value for key, value in values.items() if key not in own}
+
+
+def nearest_profile(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The profile with which most of these settings agree, and its value of each one that differs from it."""
+    own = {item.name: item.default for item in fields(FOOGD) if item.name != "base"}
+    rest = {
+        name: {key: known[key] for key, value in values.items() if key in known and known[key] != value}
+        for name, known in ((name, own | dict(PROFILES[name])) for name in PROFILES)
+    }
+    return min(rest.items(), key=lambda pair: len(pair[1]))  # `fixed` comes first and wins a tie
