@@ -1,4 +1,4 @@
-"""Pages that are made from the code or from kept results say what these say."""
+"""Pages that are made from the code or from kept results say what these say, and kept runs can be repeated."""
 
 import importlib.util
 import re
@@ -8,6 +8,8 @@ from types import ModuleType
 
 import pytest
 
+from foogd import FOOGD, Config
+from foogd.runs import Run, read_json, read_rows
 from foogd.settings import read_run_config
 
 ROOT = Path(__file__).parent.parent
@@ -115,3 +117,28 @@ def test_kept_runs_can_be_repeated():
     """Their configurations name every setting of today, so a default that changes does not change them."""
     for folder in sorted((ROOT / "docs" / "results").iterdir()):
         read_run_config(folder / "config.toml")
+
+
+def test_a_repeated_run_pauses_where_the_time_is_over_and_ends_with_the_same_rows(tmp_path, monkeypatch):
+    made = "from foogd.data.synthetic import tiny_federation\nfn = lambda root: tiny_federation(per_client=20).train\n"
+    (tmp_path / "data.py").write_text(made)
+    config = Config(
+        method="fedavg+foogd", data=f"{tmp_path}/data.py:fn", out=(), clients=2, rounds=3, batch_size=8, backbone="cnn",
+        corruptions=("brightness",), severities=(1,), detectors=("msp", "score_norm"), device="cpu",
+    )  # fmt: skip
+    first = Run.create(tmp_path / "kept" / "one", config, FOOGD(lambda_a=0.0, score_width=16))
+    assert [result.round for result in first.train()] == [1, 2, 3]
+    again = tool("repeat_runs")
+    monkeypatch.setattr(again.runs, "source_commit", again.runs.source_commit)  # as it was, after the test
+    words = ["repeat_runs.py", str(first.folder), "--out", str(tmp_path / "new"), "--commit", "0123"]
+
+    def done(*more: str) -> int:
+        monkeypatch.setattr(sys, "argv", [*words, *more])
+        again.main()
+        return again.open_run(first.folder, "data", tmp_path / "new").finished_rounds()
+
+    assert done("--seconds", "0") == 1  # a round is the least that is done
+    assert done("--seconds", "100", "--evaluation", "200") == 2  # the last round would leave no time for its test
+    assert done() == 3
+    assert read_rows(tmp_path / "new" / "one") == read_rows(first.folder)
+    assert read_json(tmp_path / "new" / "one" / "environment.json")["commit"] == "0123"
