@@ -34,7 +34,7 @@ def make_run(
     settings = Run(folder, config, built).settings()
     (folder / "config.toml").write_text(to_toml(settings))
     about = {"commit": "0123456789ab", "python": "3.11.7", "versions": {"torch": "2.13.0"}, "platform": "Linux",
-             "device": "cpu", "precision": "fp32", "gpu": None, "cores": 2}  # fmt: skip
+             "device": "cpu", "precision": "fp32", "gpu": None, "processor": "Abacus, AVX2", "cores": 2}  # fmt: skip
     (folder / "environment.json").write_text(json.dumps(about))
     last = config.rounds if done is None else done
     stream = torch.Generator().manual_seed(zlib.crc32(f"{method}/{seed}/{settings.get('alpha')}".encode()))

@@ -191,6 +191,9 @@ def test_a_run_folder_holds_what_is_promised(run):
     about = json.loads((folder / "environment.json").read_text())
     assert about["versions"]["torch"] == torch.__version__
     assert about["device"] == "cpu"
+    kind, _, instructions = about["processor"].rpartition(", ")  # bits depend on it
+    assert kind
+    assert instructions == torch.backends.cpu.get_cpu_capability()
     rounds = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
     assert [line["round"] for line in rounds] == [1, 2]
     assert all(set(line["losses"]) == {"model", "personal", "score"} and line["seconds"] > 0 for line in rounds)

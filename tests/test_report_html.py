@@ -139,6 +139,7 @@ def test_every_part_that_was_asked_for_is_there(page):
         "foogd run config.toml",
         "95\u00a0% of IN",
         "torch 2.13.0",
+        "Abacus, AVX2",
     ):
         assert text.replace("\u00a0", " ") in words.replace("\u00a0", " ")
 

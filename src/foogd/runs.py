@@ -737,7 +737,7 @@ def _is_slice(entry: Any) -> bool:
 
 
 def environment(device: torch.device, precision: str = "fp32") -> dict[str, Any]:
-    """What a number was measured with: commit, versions, device, precision of local steps."""
+    """What a number was measured with: commit, versions, device and processor, precision of local steps."""
     packages = ("foogd", "torch", "numpy", "safetensors", "scikit-learn")
     versions = {}
     for name in packages:
@@ -754,8 +754,18 @@ def environment(device: torch.device, precision: str = "fp32") -> dict[str, Any]
         "device": str(device),
         "precision": precision,
         "gpu": gpu,
+        "processor": processor(),
         "cores": os.cpu_count(),
     }
+
+
+def processor() -> str:
+    """The kind of processor, and the instructions that torch uses of it: with others, bits on a CPU are others."""
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def source_commit() -> str | None:

@@ -52,6 +52,7 @@ def _configuration(record: Record) -> Html:
         f"Python {about.get('python', '?')}",
         *versions,
         str(about.get("platform", "")),
+        str(about.get("processor", "")),
         f"{about.get('cores', '?')} cores",
         f"precision {about.get('precision', '?')}",
     ]
