@@ -119,7 +119,7 @@ def test_kept_runs_can_be_repeated():
         read_run_config(folder / "config.toml")
 
 
-def test_a_repeated_run_pauses_where_the_time_is_over_and_ends_with_the_same_rows(tmp_path, monkeypatch):
+def test_a_repeated_run_pauses_where_the_time_is_over_and_ends_with_the_same_rows(tmp_path, monkeypatch, capsys):
     made = "from foogd.data.synthetic import tiny_federation\nfn = lambda root: tiny_federation(per_client=20).train\n"
     (tmp_path / "data.py").write_text(made)
     config = Config(
@@ -139,6 +139,8 @@ def test_a_repeated_run_pauses_where_the_time_is_over_and_ends_with_the_same_row
 
     assert done("--seconds", "0") == 1  # a round is the least that is done
     assert done("--seconds", "100", "--evaluation", "200") == 2  # the last round would leave no time for its test
-    assert done() == 3
+    assert capsys.readouterr().out.endswith("one: waits after round 2\n")
+    assert done("--seconds", "0", "--evaluation", "0") == 3
+    assert capsys.readouterr().out.endswith("one: finished\n")
     assert read_rows(tmp_path / "new" / "one") == read_rows(first.folder)
     assert read_json(tmp_path / "new" / "one" / "environment.json")["commit"] == "0123"
