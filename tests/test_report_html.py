@@ -319,7 +319,7 @@ def test_runs_that_differ_in_much_are_named_by_the_profile(tmp_path):
     made = {
         "fixed": {},
         "paper": profile("paper")[0],
-        "wide": profile("paper")[0] | {"sigma": 1.0},
+        "narrow": profile("paper")[0] | {"sigma": 0.1},
         "released": profile("released")[0],
         "no-sag": {"lambda_a": 0.0},
     }
@@ -329,7 +329,7 @@ def test_runs_that_differ_in_much_are_named_by_the_profile(tmp_path):
     assert {group.records[0].folder.name: group.label for group in scene.groups} == {
         "fixed": "fedavg+foogd, profile fixed",
         "paper": "fedavg+foogd, profile paper",
-        "wide": "fedavg+foogd, profile paper, sigma=1",
+        "narrow": "fedavg+foogd, profile paper, sigma=0.1",
         "released": "fedavg+foogd, profile released",
         "no-sag": "fedavg+foogd, lambda_a=0",
     }

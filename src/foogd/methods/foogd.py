@@ -432,7 +432,8 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
     # learning independent of the scale of its loss.
     "fixed": {},
     # The text as printed: cross-entropy on originals (Alg. 3), one sigma, one Gaussian kernel, raw features, DSM
-    # without a weight (Eq. 4). Sigma and the Langevin step are not printed; 0.1 is our choice.
+    # without a weight (Eq. 4). Sigma and the Langevin step are not printed. Sigma is 1 because the text can be run with
+    # it: at 0.1 the raw Stein term outweighs the cross-entropy (docs/research.md, section 16).
     "paper": {
         "lambda_a": 0.05,
         "ksd_log": False,
@@ -441,7 +442,7 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
         "standardise": False,
         "log_share": 0.0,
         "whiten": 0.0,
-        "sigma": 0.1,
+        "sigma": 1.0,
         "draws": 0,
         "conditioned": False,  # with one sigma, s(z, sigma) is a function of z
         "sigma_levels": 1,
