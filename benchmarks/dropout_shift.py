@@ -10,6 +10,7 @@ knows the features of training is asked about test images in both modes. CPU, fi
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from foogd.nets import make_backbone
 from foogd.nets.dropout import Dropout, bind_dropout
 from foogd.report import Table
 
-BATCH, PASSES = 128, 3
+BATCH, UPDATES = 128, 96
 
 
 def main() -> None:
@@ -49,9 +50,9 @@ def line(backbone: str, train: ImageStore, test: ImageStore, dropout: bool, seed
     """Mean distances between features (of two images, in training and test, with other constants), and accuracies."""
     net = make_backbone(backbone, train.shape, torch.Generator().manual_seed(seed))
     bind_dropout(net, torch.Generator().manual_seed(seed))
-    for module in net.modules():
-        if isinstance(module, Dropout) and not dropout:
-            module.p = 0.0
+    layers = [module for module in net.modules() if isinstance(module, Dropout)]
+    for module in layers if not dropout else ():
+        module.p = 0.0
 
     def features(store: ImageStore, constants: tuple[tuple[float, ...], ...] = IMAGENET) -> Tensor:
         mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in constants)
@@ -59,7 +60,7 @@ def line(backbone: str, train: ImageStore, test: ImageStore, dropout: bool, seed
         return torch.cat([net((store.batch(part) - mean) / std) for part in parts])
 
     net.train()
-    for _ in range(PASSES):  # until the running moments have forgotten where they began
+    for _ in range(math.ceil(UPDATES * BATCH / len(train))):  # until the running moments have forgotten where they began
         known = features(train)
     noisy = features(test)
     net.eval()
@@ -67,20 +68,21 @@ def line(backbone: str, train: ImageStore, test: ImageStore, dropout: bool, seed
     half = len(quiet) // 2
     pairs = (quiet[:half], quiet[half : 2 * half]), (noisy, quiet), (quiet, other)
     head = linear_head(known, train.labels, train.num_classes)
-    right = (float((asked(head, z).argmax(1) == test.labels).double().mean()) for z in (noisy, quiet))
+    right = (float(((with_constant(z) @ head).argmax(1) == test.labels).double().mean()) for z in (noisy, quiet))
     distances = (f"{float((a - b).norm(dim=1).mean()):.2f}" for a, b in pairs)
-    return "0.3" if dropout else "0", *distances, *(f"{100 * share:.1f}" for share in right)
+    rate = max((module.p for module in layers), default=0)
+    return f"{rate:g}", *distances, *(f"{100 * share:.1f}" for share in right)
 
 
 def linear_head(z: Tensor, y: Tensor, classes: int) -> Tensor:
     """Ridge regression on the classes, with a constant."""
-    x = torch.cat([z, torch.ones(len(z), 1)], 1).double()
+    x = with_constant(z)
     ridge = x.var(0).mean() * len(x) * 1e-3 * torch.eye(x.shape[1], dtype=x.dtype)
     return torch.linalg.solve(x.T @ x + ridge, x.T @ torch.nn.functional.one_hot(y.long(), classes).double())
 
 
-def asked(head: Tensor, z: Tensor) -> Tensor:
-    return torch.cat([z, torch.ones(len(z), 1)], 1).double() @ head
+def with_constant(z: Tensor) -> Tensor:
+    return torch.cat([z, torch.ones(len(z), 1)], 1).double()
 
 
 if __name__ == "__main__":

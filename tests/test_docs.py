@@ -134,7 +134,9 @@ def test_a_repeated_run_pauses_where_the_time_is_over_and_ends_with_the_same_row
 
     def done(*more: str) -> int:
         monkeypatch.setattr(sys, "argv", [*words, *more])
-        again.main()
+        with pytest.raises(SystemExit) as ended:
+            again.main()
+        assert ended.value.code == 0
         return again.open_run(first.folder, "data", tmp_path / "new").finished_rounds()
 
     assert done("--seconds", "0") == 1  # a round is the least that is done
@@ -144,3 +146,14 @@ def test_a_repeated_run_pauses_where_the_time_is_over_and_ends_with_the_same_row
     assert capsys.readouterr().out.endswith("one: finished\n")
     assert read_rows(tmp_path / "new" / "one") == read_rows(first.folder)
     assert read_json(tmp_path / "new" / "one" / "environment.json")["commit"] == "0123"
+
+    unknown = tmp_path / "unknown"
+    unknown.mkdir()
+    (unknown / "config.toml").write_text((first.folder / "config.toml").read_text() + "lambda_x = 1\n")
+    for place, code, said in ((tmp_path, 2, "has no config.toml"), (unknown, 1, "has no setting 'lambda_x'")):
+        monkeypatch.setattr(sys, "argv", ["repeat_runs.py", str(place), "--out", str(tmp_path / "none")])
+        with pytest.raises(SystemExit) as ended:
+            again.main()
+        assert ended.value.code == code
+        assert said in "".join(capsys.readouterr())
+    assert not (tmp_path / "none").exists()

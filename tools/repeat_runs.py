@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 
 from foogd import Config, InputError, runs
-from foogd.methods import make_method, method_fields
+from foogd.methods import make_method
 
 
 def open_run(place: Path, root: str, out: Path) -> runs.Run:
@@ -30,7 +30,7 @@ def open_run(place: Path, root: str, out: Path) -> runs.Run:
     known = {item.name for item in fields(Config)}
     values = {key: tuple(v) if isinstance(v, list) else v for key, v in settings.items()}
     config = Config(**{key: value for key, value in values.items() if key in known})
-    own = {key: value for key, value in values.items() if key in method_fields(config.method)}
+    own = {key: value for key, value in values.items() if key not in known}  # a name that nobody knows is refused
     method, folder = make_method(config.method, own), out / place.name
     return runs.Run(folder, config, method) if folder.exists() else runs.Run.create(folder, config, method)
 
@@ -64,19 +64,24 @@ def main() -> None:
     words.add_argument("--evaluation", type=float, default=60, help="seconds that a last evaluation may take")
     words.add_argument("--commit", help="of these files, where they lie in no repository")
     args = words.parse_args()
+    for place in args.configurations:
+        if not (place / "config.toml").is_file():
+            words.error(f"{place} has no config.toml")
     if args.commit:
         runs.source_commit = lambda: args.commit  # type: ignore[assignment]
-    end = time.monotonic() + args.seconds
+    end, failed = time.monotonic() + args.seconds, False
     for place in args.configurations:
         try:
             run = open_run(place, args.root, args.out)
             finished = goes_on(run, end - time.monotonic(), args.evaluation)
         except InputError as error:  # one that diverges does not stop the others
             print(f"{place.name}: {error}", flush=True)
+            failed = True
             continue
         print(f"{place.name}: {'finished' if finished else f'waits after round {run.finished_rounds()}'}", flush=True)
         if not finished:
             break
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

@@ -105,7 +105,8 @@ def departures(settings: Mapping[str, Any]) -> list[str]:
     if "train_base" in variant:
         variant |= {"init", "lambda_a"}  # the trained net stays as it is: no Stein term moves it
     found = []
-    profile, differing = nearest_profile(settings) if "ksd_power" in settings else ("fixed", {})
+    wrapped = str(settings.get("method", "")).endswith("+foogd")
+    profile, differing = nearest_profile(settings) if wrapped else ("fixed", {})
     if profile != "fixed":
         found = ["profile released"] if profile == "released" else []
         of_profile = {*FOOGD.__dataclass_fields__, *PROFILES[profile]}
