@@ -60,7 +60,7 @@ def line(backbone: str, train: ImageStore, test: ImageStore, dropout: bool, seed
         return torch.cat([net((store.batch(part) - mean) / std) for part in parts])
 
     net.train()
-    for _ in range(math.ceil(UPDATES * BATCH / len(train))):  # until the running moments have forgotten where they began
+    for _ in range(math.ceil(UPDATES * BATCH / len(train))):  # the running moments forget their start
         known = features(train)
     noisy = features(test)
     net.eval()
