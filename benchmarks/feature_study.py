@@ -9,6 +9,8 @@ with the energy (`--part spaces`). Then FOOGD's own score (`--part scores`): its
 full covariances instead; networks that learn by its loss, on all clients' features at once, alone or on top of the
 Gaussians, asked at the clean point or averaged over noise, trusted or half trusted. Last (`--part near`) the client's
 own features in that space: their smoothed score, the distance to the k-th nearest, and shares of it beside the score.
+`--part span`: one Gaussian around the origin of features of one length, and without each of its parts; networks that
+regress on noise of a level that nobody tells them.
 Apart from these `--part gap`: the norm of the score that the run has learnt, for training images and for the others.
 A CPU takes some minutes.
 """
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ from foogd.engine.rng import Streams
 from foogd.evaluate import Evaluator
 from foogd.methods.foogd import FOOGD
 from foogd.metrics import auroc
-from foogd.nets import AnchoredScore
+from foogd.nets import AnchoredScore, SpanScore
 from foogd.nets.score import ScoreNetwork
 from foogd.runs import Run, source_commit
 from foogd.settings import read_run_config
@@ -124,7 +126,7 @@ def main() -> None:
     words.add_argument("--outs", help="OUT sets instead of the run's, as in lsun_c,svhn")
     words.add_argument("--corruptions", help="kinds of IN-C instead of the run's, as in gaussian_noise,fog")
     words.add_argument("--severity", type=int, default=5, help="of IN-C")
-    words.add_argument("--part", choices=("all", "spaces", "scores", "near", "gap"), default="all")
+    words.add_argument("--part", choices=("all", "spaces", "scores", "near", "span", "gap"), default="all")
     words.add_argument("--steps", type=int, default=240, help="of the networks that learn")
     words.add_argument("--images", type=int, default=6000, help="training images; a sixth of it of each test set")
     args = words.parse_args()
@@ -218,7 +220,9 @@ def main() -> None:
         if args.part in ("all", "near"):
             mine_aside = {k: aside[aside_owner == k] if bool((aside_owner == k).any()) else aside for k in inside}
             own_features(z, y, owner, mine_aside, line)
-        if args.part in ("spaces", "near"):
+        if args.part in ("all", "span"):
+            spans(z, y, owner, inside, line)
+        if args.part in ("spaces", "near", "span"):
             return
         plain = {"score_net": "mlp", "draws": 0}
         unwhitened = learnt_space(FOOGD(whiten=0.0), z, y)
@@ -242,9 +246,9 @@ def main() -> None:
             foogd = FOOGD(**changes)
             with torch.enable_grad():
                 score = learnt_score(foogd, z, y, steps)
-            where = f"FOOGD's, whiten {foogd.whiten:g}" if foogd.anchored else "FOOGD's, not whitened"
+            where = f"FOOGD's, whiten {foogd.whiten:g}" if foogd.measured else "FOOGD's, not whitened"
             line(where, "all", title, foogd.sigma, dict.fromkeys(inside, norm_of(foogd, score)))
-            if foogd.anchored and (steps == 0 or not changes):
+            if foogd.measured and (steps == 0 or not changes):
                 own_norms = {}
                 for client in inside:
                     known = torch.bincount(y[owner == client], minlength=int(y.max()) + 1).clamp_max(1).float()
@@ -298,11 +302,51 @@ def own_features(z: Tensor, y: Tensor, owner: Tensor, aside: dict[int, Tensor], 
         line(where, "the client", f"distance to the 10th and {share:g} Gaussians", foogd.sigma, norms)
 
 
+def spans(z: Tensor, y: Tensor, owner: Tensor, clients: Iterable[int], line: Callable[..., None]) -> None:
+    """Lines about the span of features: its noise level, whose features, and without each of its parts."""
+
+    def span(features: Tensor, sigma: float) -> Space:
+        score = SpanScore(z.shape[1], 1)
+        score.anchor(score.moments(features, torch.zeros(len(features), dtype=torch.int64)))
+        return lambda x: score._pull(score.scale(x), sigma).norm(dim=1)
+
+    def around(points: Tensor, centre: Tensor, space: Space, sigma: float) -> Space:
+        """The same of any points and any centre; one unit is the root of their mean square."""
+        away = points - centre
+        size = away.square().mean()
+        inverse = torch.linalg.inv(away.T @ away / len(away) / size + sigma**2 * torch.eye(z.shape[1]))
+        return lambda x: ((space(x) - centre) / size.sqrt() @ inverse).norm(dim=1)
+
+    clients = list(clients)
+    for sigma in (0.05, 0.1, 0.2, 0.4, 1.0):
+        line("one length", "all", "span", sigma, dict.fromkeys(clients, span(z, sigma)))
+    own = {k: z[owner == k] if bool((owner == k).any()) else z for k in clients}
+    line("one length", "the client", "span", 0.1, {k: span(own[k], 0.1) for k in clients})
+    unit, nothing = nn.functional.normalize, torch.zeros(z.shape[1])
+    u = unit(z)
+    line("one length", "all", "span around the mean", 0.1, dict.fromkeys(clients, around(u, u.mean(0), unit, 0.1)))
+    line("as they are", "all", "span", 0.1, dict.fromkeys(clients, around(z, nothing, lambda x: x, 0.1)))
+    share = around(z, nothing, lambda x: x, 0.1)
+    line("as they are", "all", "span, over the length", 0.1, dict.fromkeys(clients, lambda x: share(x) / x.norm(dim=1)))
+    blind = {"score_net": "mlp", "standardise": False, "log_share": 0.0, "conditioned": False, "sigma_levels": 100}
+    for title, changes in (
+        ("network on noise, level not told", {"dsm_target": "noise"}),
+        ("the same up to level 2", {"dsm_target": "noise", "sigma_max": 2.0}),
+        ("the same up to level 0.5", {"dsm_target": "noise", "sigma_max": 0.5}),
+        ("network on noise, one level", {"dsm_target": "noise", "sigma_levels": 1, "sigma": 1.0}),
+        ("network on the score, level not told", {"dsm_target": "score"}),
+    ):
+        foogd = FOOGD(**({"sigma_min": 0.01, "draws": 0, "sigma": 1.0} | blind | changes))
+        with torch.enable_grad():
+            score = learnt_score(foogd, z, y, 1500)
+        line("as they are", "all", title, foogd.sigma_max, dict.fromkeys(clients, norm_of(foogd, score)))
+
+
 def learnt_space(method: FOOGD, z: Tensor, y: Tensor) -> Space:
     """The space of an anchored score network that has measured these features."""
     score = method.score_network(z.shape[1], int(y.max()) + 1)
     assert isinstance(score, AnchoredScore)
-    score.anchor(*score.moments(z, y).values())
+    score.anchor(score.moments(z, y))
     return score.scale
 
 
@@ -311,7 +355,7 @@ def learnt_score(method: FOOGD, z: Tensor, y: Tensor, steps: int) -> ScoreNetwor
     torch.manual_seed(0)
     score = method.score_network(z.shape[1], int(y.max()) + 1).train()
     if isinstance(score, AnchoredScore):
-        score.anchor(*score.moments(z, y).values())
+        score.anchor(score.moments(z, y))
     else:
         for _ in range(200):
             score.observe(z)

@@ -36,6 +36,9 @@ from foogd.detect import (
     ScoreNear,
     ScoreNorm,
     ScoreOwn,
+    ScoreSpan,
+    Span,
+    SpanOwn,
     ViM,
     resolve_detector,
 )
@@ -253,9 +256,9 @@ def test_score_norm_asks_for_its_noise_level() -> None:
 def test_detectors_say_whether_they_apply() -> None:
     plain = Readout(model().head)
     lacking = {name for name, detector in DETECTORS.items() if not detector.applies(plain)}
-    assert lacking == {"score_norm", "score_energy", "score_own", "score_near", "dice", "vim"}
+    assert lacking == {"score_norm", "score_energy", "score_own", "score_near", "score_span", "dice", "vim"}
     assert all(d.applies(model()) for d in DETECTORS.values())
-    scores = {"score_norm", "score_energy", "score_own", "score_near"}
+    scores = {"score_norm", "score_energy", "score_own", "score_near", "score_span"}
     heads = scores | {"ash", "ash_p", "ash_s", "react", "dice", "vim"}
     assert {name for name, d in DETECTORS.items() if not d.applies(None)} == heads
     for readout in (None, plain):
@@ -272,14 +275,15 @@ def test_detectors_say_whether_they_apply() -> None:
 def test_every_detector_describes_itself() -> None:
     assert list(DETECTORS) == [
         "msp", "max_logit", "energy", "ash", "ash_p", "ash_s", "react", "dice", "vim", "knn", "mahalanobis",
-        "gradnorm", "score_norm", "score_energy", "score_own", "score_near", "gaussian",
+        "gradnorm", "score_norm", "score_energy", "score_own", "score_near", "score_span", "gaussian", "span",
+        "span_own",
     ]  # fmt: skip
     for detector in DETECTORS.values():
         assert detector.description
         assert "\n" not in detector.description
         assert detector.paper
         assert detector.passes >= 0
-        assert detector.local == isinstance(detector, KNN | ScoreOwn | ScoreNear)
+        assert detector.local == isinstance(detector, KNN | ScoreOwn | ScoreNear | ScoreSpan | SpanOwn)
         learnt = [f.name for f in fields(detector) if "help" not in f.metadata]
         assert bool(learnt) == bool(detector.passes)
         assert all(getattr(detector, name) is None for name in learnt)
@@ -954,3 +958,39 @@ def test_a_file_without_names_says_so(tmp_path: Path) -> None:
     path.write_text("from __future__ import annotations\nimport math\n_x = 1\n")
     with pytest.raises(InputError, match="the public names defined there: none"):
         load_object(f"{path}:f", "backbone")
+
+
+@pytest.mark.parametrize("detector", [Span(), SpanOwn(), Span(sigma=0.5)], ids=str)
+def test_span_is_the_norm_of_the_score_of_one_gaussian_around_the_origin(detector: Detector) -> None:
+    data, test = outputs(200, seed=1), outputs(12, seed=2)
+    ready = fitted(detector, data)
+    u = data.z.double() * (D**0.5 / data.z.double().norm(dim=1, keepdim=True))
+    around = sum(torch.outer(row, row) for row in u) / len(u) + detector.sigma**2 * torch.eye(D).double()
+    at = (test.z.double() * (D**0.5 / test.z.double().norm(dim=1, keepdim=True))).requires_grad_()
+    density = torch.distributions.MultivariateNormal(torch.zeros(D).double(), around)
+    (score,) = torch.autograd.grad(density.log_prob(at).sum(), at)
+    torch.testing.assert_close(ready(test), score.norm(dim=1), rtol=1e-6, atol=1e-6)
+    longer = Output(100 * test.z, 100 * test.logits)
+    torch.testing.assert_close(ready(longer), ready(test), rtol=1e-5, atol=1e-5)
+
+
+def test_span_of_the_client_knows_no_class_that_only_others_have() -> None:
+    data = outputs(400, seed=3)
+    labels = torch.arange(400) % CLASSES
+    mine = labels < 2
+    rows = [data.z[mine] + 3 * model().weight[labels[mine]], data.z[~mine] + 3 * model().weight[labels[~mine]]]
+    parts = [(Output(z, z[:, :CLASSES]), y, model()) for z, y in zip(rows, (labels[mine], labels[~mine]), strict=True)]
+    own, everyone = totals(SpanOwn(), parts[:1])[0], totals(Span(), parts)[0]
+    test, others = parts[0][0], parts[1][0]
+    assert auroc(own(test), own(others)) > 0.99
+    assert abs(auroc(everyone(test), everyone(others)) - 0.5) < 0.2
+
+
+def test_score_span_is_the_score_and_the_span_in_units_of_their_means() -> None:
+    data, test = outputs(200, seed=1), outputs(12, seed=2)
+    norm, share, both = ScoreNorm(), fitted(SpanOwn(sigma=0.3), data), fitted(ScoreSpan(sigma=0.3), data)
+    wanted = norm(test, model()) / norm(data, model()).mean() + share(test) / share(data).mean()
+    torch.testing.assert_close(both(test, model()), wanted, rtol=1e-9, atol=1e-9)
+    assert float(both(data, model()).mean()) == pytest.approx(2.0)
+    with pytest.raises(InputError, match="score_span needs a score network"):
+        both(test, Readout(model().head))

@@ -155,18 +155,22 @@ def test_with_a_fixed_base_only_the_score_network_moves(federation, config):
         assert torch.equal(value, start.server.integers[name]), name
 
 
+@pytest.mark.parametrize("score_net", ["anchored", "span"])
 @pytest.mark.parametrize("base", ["fedavg", "fediir", "fedbn"])
-def test_anchors_are_the_moments_of_all_images_at_the_model_that_is_tested(base, federation, config):
-    method = make_method(f"{base}+foogd", {"score_width": 16, "steps": 2})
+def test_anchors_are_the_moments_of_all_images_at_the_model_that_is_tested(base, score_net, federation, config):
+    method = make_method(f"{base}+foogd", {"score_width": 16, "steps": 2, "score_net": score_net})
     engine, start = _engine_and_start(method, federation, config)
     trained = run_round(engine, start, 0).state
     tested = settled(engine, trained)
     begun = settled(engine, start)  # clients train against the anchors of the model that they were sent
     sent, kept = (engine.layout.named(s.server.shared) for s in (begun, trained))
-    assert torch.allclose(kept["score.anchor_mean"], sent["score.anchor_mean"], atol=1e-6)
+    some = "score.anchor_mean" if score_net == "anchored" else "score.anchor_axes"
+    assert torch.allclose(kept[some], sent[some], atol=1e-6)
     old, new = (engine.layout.named(s.server.shared) for s in (trained, tested))
     moved = {name for name in old if not torch.equal(old[name], new[name])}
     measured = {"anchor_mean", "anchor_var", "anchor_turn", "running_mean", "running_var"}
+    if score_net == "span":
+        measured = {"anchor_axes", "anchor_spread"}
     assert moved == {f"score.{name}" for name in measured}
     assert all(torch.equal(tested.server.extra[name], value) for name, value in trained.server.extra.items())
     if base == "fedbn":  # the clients' own normalisation has a part in the features
@@ -175,7 +179,12 @@ def test_anchors_are_the_moments_of_all_images_at_the_model_that_is_tested(base,
     again = method.score_network(nets["backbone"].feature_width, federation.num_classes)
     everyone = engine.batches.plain(torch.cat([client.indices for client in tested.clients]))
     with torch.no_grad():
-        again.anchor(*again.moments(nets["backbone"](everyone.x), everyone.y).values())
+        again.anchor(again.moments(nets["backbone"](everyone.x), everyone.y))
+    if score_net == "span":  # axes have no sign of their own
+        axes, spread = new["score.anchor_axes"], new["score.anchor_spread"]
+        wanted = again.anchor_axes * again.anchor_spread @ again.anchor_axes.T
+        assert torch.allclose(axes * spread @ axes.T, wanted, rtol=1e-3, atol=1e-4)
+        return
     for name in measured:
         assert torch.allclose(new[f"score.{name}"], getattr(again, name), rtol=1e-3, atol=1e-4), name
 
@@ -222,6 +231,7 @@ def _detached(net):
 
 def test_foogd_wraps_a_base_with_phases_and_other_groups(federation, config):
     check_method(FOOGD(TwoPhases(), score_width=64, steps=3))
+    check_method(FOOGD(TwoPhases(), score_width=64, steps=3, score_net="span", sigma=0.2))
     plain, _ = named(TwoPhases(), federation, config)
     wrapped, _ = named(FOOGD(TwoPhases(), lambda_a=0.0, ce_on="ori"), federation, config)
     assert all(torch.equal(value, wrapped[name]) for name, value in plain.items())

@@ -11,7 +11,18 @@ from torch import Tensor, nn
 
 from foogd.engine.rng import generator
 from foogd.errors import InputError
-from foogd.nets import BACKBONES, AnchoredScore, ResNet18, ScoreNet, SmallCNN, WideResNet, frozen, make_backbone
+from foogd.nets import (
+    BACKBONES,
+    AnchoredScore,
+    MeasuredScore,
+    ResNet18,
+    ScoreNet,
+    SmallCNN,
+    SpanScore,
+    WideResNet,
+    frozen,
+    make_backbone,
+)
 from foogd.nets.dropout import Dropout, bind_dropout, own_dropout
 
 SHAPE = (3, 16, 16)
@@ -463,10 +474,10 @@ def test_the_score_given_a_class_is_that_of_its_gaussian() -> None:
         assert torch.allclose(score.given(u, sigma, y)[row], wanted, atol=1e-5)
 
 
-def divided(score: AnchoredScore, z: Tensor, y: Tensor) -> list[Tensor]:
+def divided(score: MeasuredScore, z: Tensor, y: Tensor) -> dict[str, Tensor]:
     """The sums of all features, as three clients with few and many images would send them."""
     parts = [score.moments(z[some], y[some]) for some in torch.arange(len(z)).split([130, 1, len(z) - 131])]
-    return [sum(part[name] for part in parts) for name in parts[0]]
+    return {name: sum(part[name] for part in parts) for name in parts[0]}
 
 
 @pytest.mark.parametrize("standardise", [False, True])
@@ -474,7 +485,7 @@ def test_anchors_are_the_moments_of_the_classes_however_images_are_divided(stand
     draw = generator(5)
     z, y = (2 * torch.randn(400, 6, generator=draw)).exp(), torch.randint(3, (400,), generator=draw)
     score = AnchoredScore(6, 4, 16, standardise=standardise, log_share=0.1)
-    score.anchor(*divided(score, z, y))
+    score.anchor(divided(score, z, y))
     u = score.scale(z).double()
     if standardise:
         assert torch.allclose(u.mean(0), torch.zeros(6).double(), atol=1e-4)
@@ -497,7 +508,7 @@ def test_whitening_shortens_the_directions_in_which_classes_spread(standardise: 
     z = 5 * torch.randn(4, 6, generator=draw)[y] + torch.randn(4000, 6, generator=draw) @ mixing
     plain, score = (AnchoredScore(6, 4, 16, standardise=standardise, whiten=w) for w in (0.0, whiten))
     for one in (plain, score):
-        one.anchor(*divided(one, z, y))
+        one.anchor(divided(one, z, y))
     u, v = plain.scale(z).double(), score.scale(z).double()
 
     def covariance(x: Tensor) -> Tensor:
@@ -521,7 +532,7 @@ def test_a_class_that_spreads_twice_as_far_does_so_in_the_whitened_space() -> No
     y = torch.randint(2, (20_000,), generator=draw)
     z = torch.randn(20_000, 5, generator=draw) @ torch.randn(5, 5, generator=draw) * (1 + y[:, None])
     score = AnchoredScore(5, 2, 16, whiten=1.0)
-    score.anchor(*divided(score, z, y))
+    score.anchor(divided(score, z, y))
     u = score.scale(z)
     wanted = torch.stack([u[y == c].var(0, correction=0) for c in range(2)])
     assert torch.allclose(score.anchor_var, wanted, rtol=0.05)
@@ -532,7 +543,7 @@ def test_few_or_equal_images_leave_a_whitened_space_finite() -> None:
     z = torch.randn(2, 5, generator=generator(7))
     z[:, 1] = 3.0
     for some in (z[:1], z, z[[0, 0, 0]]):
-        score.anchor(*score.moments(some, torch.zeros(len(some), dtype=torch.int64)).values())
+        score.anchor(score.moments(some, torch.zeros(len(some), dtype=torch.int64)))
         assert all(torch.isfinite(value).all() for value in score.state_dict().values())
         assert torch.isfinite(score(score.scale(z), 0.3)).all()
 
@@ -587,3 +598,56 @@ def test_logarithmic_features_keep_their_order_and_sign_and_have_a_finite_slope_
     assert torch.allclose(score.scale(7 * z)[:2], u[:2], rtol=1e-4)  # the size of an image's features does not matter
     (slope,) = torch.autograd.grad(u[:2].sum(), z)
     assert torch.isfinite(slope).all()
+
+
+# The score of what the features of all classes span
+
+
+def spanning(score: SpanScore, z: Tensor) -> Tensor:
+    """E uuᵀ, by brute force."""
+    u = z.double() / z.double().norm(dim=1, keepdim=True) * z.shape[1] ** 0.5
+    return sum(torch.outer(row, row) for row in u) / len(u)
+
+
+@pytest.mark.parametrize("sigma", [0.05, 0.3, 2.0])
+def test_before_it_has_learnt_a_span_score_is_the_gradient_of_one_gaussian_around_the_origin(sigma: float) -> None:
+    draw = generator(11)
+    z, y = torch.randn(300, 6, generator=draw) @ torch.randn(6, 6, generator=draw), torch.zeros(300, dtype=torch.int64)
+    score = SpanScore(6, 16)
+    score.anchor(divided(score, z, y))  # however images are divided
+    around = spanning(score, z) + sigma**2 * torch.eye(6).double()
+    u = score.scale(5 * torch.randn(9, 6, generator=draw)).double().requires_grad_()
+    log_density = torch.distributions.MultivariateNormal(torch.zeros(6).double(), around).log_prob(u)
+    (wanted,) = torch.autograd.grad(log_density.sum(), u)
+    u = u.detach().float()
+    levels = torch.full((9,), sigma)
+    for found in (score(u, sigma), score(u, levels), score.steadied(u, sigma, 8), score.given(u, sigma, y[:9])):
+        assert torch.allclose(found.double(), wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_a_span_score_hears_what_points_out_of_the_span_and_not_how_long_a_feature_is() -> None:
+    """What detection relies on: between 1/λ within the span and 1/σ² out of it, at every length."""
+    draw = generator(12)
+    inside, outside = torch.randn(500, 3, generator=draw), torch.randn(50, 3, generator=draw)
+    z = torch.cat([inside, torch.zeros(500, 5)], 1)
+    score = SpanScore(8, 16)
+    score.anchor(score.moments(z, torch.zeros(500, dtype=torch.int64)))
+    length, sigma = 8**0.5, 0.2
+
+    def norm(features: Tensor) -> Tensor:
+        return score.steadied(score.scale(features), sigma, 4).detach().norm(dim=1)
+
+    out = torch.cat([torch.zeros(50, 3), outside, torch.zeros(50, 2)], 1)
+    assert torch.allclose(norm(out), torch.full((50,), length / sigma**2), rtol=1e-3)
+    assert float(norm(z).max()) < length / float(score.anchor_spread[-3]) + 1e-3
+    half = norm(z[:50] / z[:50].norm(dim=1, keepdim=True) + out / out.norm(dim=1, keepdim=True))
+    assert torch.allclose(half, torch.full((50,), length / sigma**2 / 2**0.5), rtol=0.01)
+    assert torch.allclose(norm(1e-3 * z), norm(1e3 * z), rtol=1e-3)
+
+
+def test_few_or_equal_images_leave_a_span_finite() -> None:
+    score, z = SpanScore(5, 16), torch.randn(2, 5, generator=generator(13))
+    for some in (z[:1], z, z[[0, 0, 0]], 0 * z):
+        score.anchor(score.moments(some, torch.zeros(len(some), dtype=torch.int64)))
+        assert all(torch.isfinite(value).all() for value in score.state_dict().values())
+        assert torch.isfinite(score(score.scale(z), 0.3)).all()

@@ -14,7 +14,20 @@ from .detector import Detector as Detector
 from .detector import energy as energy
 from .detector import linear_logits
 from .errors import InputError
-from .fitted import DICE, KNN, Gaussian, Mahalanobis, ReAct, ScoreEnergy, ScoreNear, ScoreOwn, ViM
+from .fitted import (
+    DICE,
+    KNN,
+    Gaussian,
+    Mahalanobis,
+    ReAct,
+    ScoreEnergy,
+    ScoreNear,
+    ScoreOwn,
+    ScoreSpan,
+    Span,
+    SpanOwn,
+    ViM,
+)
 from .plugins import load_object
 from .types import Output, Readout
 
@@ -189,7 +202,10 @@ DETECTORS: dict[str, Detector] = {
     "score_energy": ScoreEnergy(),
     "score_own": ScoreOwn(),
     "score_near": ScoreNear(),
+    "score_span": ScoreSpan(),
     "gaussian": Gaussian(),
+    "span": Span(),
+    "span_own": SpanOwn(),
 }
 
 

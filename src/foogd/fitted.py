@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self, TypeVar, final
@@ -13,6 +14,7 @@ from torch.nn.functional import one_hot
 
 from .detector import Detector, energy, linear_logits
 from .errors import InputError
+from .nets.score import of_equal_length
 from .types import Output, Readout
 
 if TYPE_CHECKING:
@@ -462,6 +464,116 @@ class Gaussian(Detector):
         whitening = _ready(self, self.whitening)
         squared = whitening(outputs.z).square().sum(dim=1)
         return 0.5 * (squared + whitening.log_determinant + outputs.z.shape[1] * math.log(2 * math.pi))
+
+
+@dataclass(frozen=True)
+class _Spanned(Detector, ABC):
+    """What `Span` and `SpanOwn` have in common: all but whose features they know."""
+
+    paper: ClassVar[str] = "ours, after Wang et al. 2022"
+    passes: ClassVar[int] = 1
+
+    sigma: float = field(default=0.1, metadata={"gt": 0.0, "help": "noise level, where features have the length √d"})
+    inverse: Tensor | None = field(default=None, repr=False, compare=False)
+
+    def statistics(self, outputs: Output, y: Tensor, readout: Readout) -> dict[str, Tensor]:
+        return _span_sums(outputs.z)
+
+    def fit(self, total: Mapping[str, Tensor]) -> Self:
+        return replace(self, inverse=_span_inverse(self, total))
+
+    def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
+        return _out_of_span(outputs.z, _ready(self, self.inverse))
+
+
+@final
+@dataclass(frozen=True)
+class Span(_Spanned):
+    """‖(M + σ²I)⁻¹u‖ with u = √d z/‖z‖ and M = E uuᵀ over all training features: the norm of N(0, M + σ²I)'s score.
+
+    A trained backbone lets the features of C classes span little more than C directions. Along a direction of spread λ
+    a feature counts 1/(λ + σ²), so what is heard is the share of it that points out of the span of training features;
+    a share, because all have one length. n and Σuuᵀ are all that clients send; no label is needed.
+    """
+
+    description: ClassVar[str] = "the share of a feature that points out of what training features span"
+
+
+@final
+@dataclass(frozen=True)
+class SpanOwn(_Spanned):
+    """`Span` of the client's own training features.
+
+    A client that has few classes asks whether an image is like what it has seen itself, so images of classes that only
+    others have count as OUT, as they do for KNN. What it keeps is one matrix, and no features.
+    """
+
+    description: ClassVar[str] = "span of the client's own training features"
+    local: ClassVar[bool] = True
+
+
+@final
+@dataclass(frozen=True)
+class ScoreSpan(Detector):
+    """‖s(z)‖/E‖s‖ + r(z)/E r, the paper's detector and `SpanOwn`'s r, each in units of its mean over the client's data.
+
+    The score tells how far an image is from what all clients have, the span which share of it points to where none of
+    the client's own images do. Neither asks the classifier, which is sure of many images that no class has.
+    """
+
+    description: ClassVar[str] = "norm of the score network's output, and span_own"
+    paper: ClassVar[str] = "ours"
+    passes: ClassVar[int] = 2  # the second tells the means
+    local: ClassVar[bool] = True
+    needs_score: ClassVar[bool] = True
+
+    sigma: float = field(default=0.1, metadata={"gt": 0.0, "help": "noise level of the span, as in span_own"})
+    inverse: Tensor | None = field(default=None, repr=False, compare=False)
+    of_score: float | None = field(default=None, repr=False, compare=False)
+    of_span: float | None = field(default=None, repr=False, compare=False)
+
+    def statistics(self, outputs: Output, y: Tensor, readout: Readout) -> dict[str, Tensor]:
+        if self.inverse is None:
+            return _span_sums(outputs.z)
+        norms, shares = self._norms(outputs.z, readout), _out_of_span(outputs.z, self.inverse)
+        return {"n": norms.new_tensor(float(len(norms))), "norm": norms.sum(), "share": shares.sum()}
+
+    def fit(self, total: Mapping[str, Tensor]) -> Self:
+        if self.inverse is None:
+            return replace(self, inverse=_span_inverse(self, total))
+        n, norm, share = _sums(self, total, "n", "norm", "share")
+        weights = [float(n / size) if float(size) > 0 else 0.0 for size in (norm, share)]
+        return replace(self, of_score=weights[0], of_span=weights[1])
+
+    def _norms(self, z: Tensor, readout: Readout | None) -> Tensor:
+        if readout is None or readout.score is None:
+            raise InputError("score_span needs a score network, but the model has none.")
+        norms: Tensor = readout.score(z).detach().double().norm(dim=1)
+        return norms
+
+    def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
+        of_score, of_span = _ready(self, self.of_score), _ready(self, self.of_span)
+        shares = _out_of_span(outputs.z, _ready(self, self.inverse))
+        scores: Tensor = of_score * self._norms(outputs.z, readout) + of_span * shares
+        return scores
+
+
+def _span_sums(z: Tensor) -> dict[str, Tensor]:
+    u = of_equal_length(z.detach().double())
+    return {"n": u.new_tensor(float(len(u))), "outer": u.T @ u}
+
+
+def _span_inverse(detector: _Spanned | ScoreSpan, total: Mapping[str, Tensor]) -> Float[Tensor, "d d"]:
+    """(M + σ²I)⁻¹."""
+    n, outer = _sums(detector, total, "n", "outer")
+    spread, axes = _eigen(outer / n)
+    inverse: Tensor = axes / (spread + detector.sigma**2) @ axes.T
+    return inverse
+
+
+def _out_of_span(z: Tensor, inverse: Float[Tensor, "d d"]) -> Float[Tensor, " n"]:
+    norms: Tensor = (of_equal_length(z.detach().double()) @ inverse.to(z.device)).norm(dim=1)
+    return norms
 
 
 def moments(z: Float[Tensor, "n d"]) -> dict[str, Tensor]:

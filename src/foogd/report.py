@@ -22,6 +22,7 @@ NAMES = {
     "score_energy": "score + energy",
     "score_own": "score + energy, own classes",
     "score_near": "score + energy, own features",
+    "score_span": "score + span, own features",
     "ash": "ASH-B",
     "ash_p": "ASH-P",
     "ash_s": "ASH-S",
@@ -31,6 +32,8 @@ NAMES = {
     "knn": "KNN",
     "mahalanobis": "Mahalanobis",
     "gaussian": "Gaussian",
+    "span": "span",
+    "span_own": "span, own features",
     "gradnorm": "GradNorm",
 }
 

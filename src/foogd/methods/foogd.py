@@ -20,7 +20,7 @@ from ..data.augment import fourier_mix_released
 from ..engine.arena import ServerNets
 from ..engine.rng import with_seed
 from ..functional import dsm, dsm_noise_target, ksd, ksd_released, langevin, median_bandwidth, mmd
-from ..nets.score import AnchoredScore, ScoreNet, ScoreNetwork, frozen
+from ..nets.score import AnchoredScore, MeasuredScore, ScoreNet, ScoreNetwork, SpanScore, frozen
 from ..types import (
     Batch,
     ClassScore,
@@ -53,7 +53,10 @@ class FOOGD(Method):
 
     score_net: str = field(
         default="anchored",
-        metadata={"choices": ("anchored", "mlp"), "help": "anchored: one Gaussian a class, and a network for the rest"},
+        metadata={
+            "choices": ("anchored", "span", "mlp"),
+            "help": "a network, and what it adds to: one Gaussian a class, one of the span of all features, or nothing",
+        },
     )
     score_width: int = field(default=1024, metadata={"ge": 1, "help": "hidden width of the score network"})
     standardise: bool = field(default=True, metadata={"help": "score in the space of standardised features"})
@@ -132,15 +135,17 @@ class FOOGD(Method):
 
     def score_network(self, width: int, num_classes: int) -> ScoreNetwork:
         """A fresh score network for features of this width."""
+        if self.score_net == "span":  # its space is its own
+            return SpanScore(width, self.score_width, self.conditioned, self.trust)
         how = self.conditioned, self.standardise, self.log_share
-        if self.anchored:
+        if self.score_net == "anchored":
             return AnchoredScore(width, num_classes, self.score_width, *how, self.whiten, self.trust)
         return ScoreNet(width, self.score_width, *how)
 
     @property
-    def anchored(self) -> bool:
-        """Whether moments of each class are measured before each round and each test."""
-        return self.score_net == "anchored"
+    def measured(self) -> bool:
+        """Whether moments of features are measured before each round and each test."""
+        return self.score_net != "mlp"
 
     def optimiser(self, group: str, default: Optimiser) -> Optimiser:
         if group != "score":
@@ -307,10 +312,10 @@ class FOOGD(Method):
             readout, score=self.score_of(nets), class_score=self.class_score_of(nets), score_space=score.scale
         )
 
-    # Moments of the classes, where the score network is anchored; they are asked for beside what the base asks.
+    # Moments of features, where the score network adds to a density; they are asked for beside what the base asks.
     @property
     def surveys(self) -> bool:
-        return self.anchored or self._base_surveys
+        return self.measured or self._base_surveys
 
     @property
     def _base_surveys(self) -> bool:
@@ -322,12 +327,12 @@ class FOOGD(Method):
 
     @property
     def settles(self) -> bool:
-        return self.anchored or self.base.settles
+        return self.measured or self.base.settles
 
     def survey(self, nets: Nets, batch: Batch, ctx: Context) -> dict[str, Tensor]:
         sums = self.base.survey(nets, batch, ctx) if self._base_surveys else {}
         score = nets["score"]
-        if isinstance(score, AnchoredScore):
+        if isinstance(score, MeasuredScore):
             sums |= {f"score.{name}": value for name, value in score.moments(batch.features, batch.y).items()}
         return sums
 
@@ -337,14 +342,14 @@ class FOOGD(Method):
     def settle(self, server: ServerState, surveys: Sequence[Survey], nets: ServerNets) -> ServerState:
         if self.base.settles:
             server = self.base.settle(server, surveys, nets)
-        if not self.anchored:
+        if not self.measured:
             return server
         found = nets.load(server)
         score = found["score"]
-        assert isinstance(score, AnchoredScore)
+        assert isinstance(score, MeasuredScore)
         # In the order of clients: a fold, like the mean of the rows.
-        names = ("images", "sum", "square") + (("outer",) if self.whiten > 0 else ())
-        score.anchor(*(reduce(torch.add, [answer.sums[f"score.{name}"] for answer in surveys]) for name in names))
+        names = [name.removeprefix("score.") for name in surveys[0].sums if name.startswith("score.")]
+        score.anchor({name: reduce(torch.add, [answer.sums[f"score.{name}"] for answer in surveys]) for name in names})
         return nets.store(server, found)
 
     # The rest is the base method's.

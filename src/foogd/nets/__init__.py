@@ -15,7 +15,7 @@ from .cnn import SmallCNN
 from .dropout import Dropout, bind_dropout, own_dropout
 from .generator import FeatureGenerator, ImageDiscriminator, ImageGenerator
 from .resnet import ResNet18
-from .score import AnchoredScore, ScoreNet, ScoreNetwork, frozen
+from .score import AnchoredScore, MeasuredScore, ScoreNet, ScoreNetwork, SpanScore, frozen
 from .wrn import WideResNet
 
 __all__ = [
@@ -25,10 +25,12 @@ __all__ = [
     "FeatureGenerator",
     "ImageDiscriminator",
     "ImageGenerator",
+    "MeasuredScore",
     "ResNet18",
     "ScoreNet",
     "ScoreNetwork",
     "SmallCNN",
+    "SpanScore",
     "WideResNet",
     "bind_dropout",
     "frozen",

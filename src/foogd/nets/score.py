@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -125,14 +125,63 @@ class ScoreNet(ScoreNetwork):
         return averaged(lambda u: self(u, sigma), z, sigma, draws)
 
 
+class MeasuredScore(ScoreNetwork, ABC):
+    """The score of a density whose moments are measured, plus a network that learns what it lacks: s = pull + net.
+
+    Where no training feature lies, a network alone says anything; the score of a Gaussian grows with the distance
+    there. Its moments are not learnt: sums over all clients' images at the model of the server (`moments`) set them
+    (`anchor`). The network starts at 0; for detection a share `trust` of it counts.
+    """
+
+    def __init__(
+        self,
+        feature_width: int,
+        width: int = 1024,
+        conditioned: bool = True,
+        standardise: bool = False,
+        log_share: float = 0.0,
+        trust: float = 1.0,
+    ) -> None:
+        super().__init__(feature_width, standardise, log_share)
+        self.conditioned, self.trust = conditioned, trust
+        self.net = two_layers(feature_width, width, conditioned)
+        for value in self.net[3].parameters():
+            nn.init.zeros_(value)
+
+    @abstractmethod
+    def moments(self, z: Float[Tensor, "b d"], y: Int[Tensor, " b"]) -> dict[str, Tensor]:
+        """What a batch of features adds to each of the sums that `anchor` gets."""
+
+    @abstractmethod
+    def anchor(self, sums: Mapping[str, Tensor]) -> None:
+        """Set space and density by sums over all training features."""
+
+    @abstractmethod
+    def _pull(self, z: Tensor, sigma: float | Tensor, classes: Tensor | None = None) -> Tensor:
+        """The score of the density alone."""
+
+    def observe(self, z: Float[Tensor, "b d"]) -> None:
+        """Nothing: the space belongs to the density, and is measured with it."""
+
+    def forward(
+        self, z: Float[Tensor, "b d"], sigma: float | Float[Tensor, " b"] | None = None
+    ) -> Float[Tensor, "b d"]:
+        return self._pull(z, 0.0 if sigma is None else sigma) + self._learnt(z, sigma)
+
+    def steadied(
+        self, z: Float[Tensor, "b d"], sigma: float, draws: int, classes: Float[Tensor, " c"] | None = None
+    ) -> Float[Tensor, "b d"]:
+        learnt = averaged(lambda u: self._learnt(u, sigma), z, sigma, draws)
+        return self._pull(z, sigma, classes) + self.trust * learnt
+
+    def _learnt(self, z: Tensor, sigma: float | Tensor | None) -> Tensor:
+        return conditional(self.net, z, sigma, self.conditioned)
+
+
 @final
-class AnchoredScore(ScoreNetwork):
+class AnchoredScore(MeasuredScore):
     """The score of one Gaussian a class, N(μ_c, diag(v_c) + σ²I), all known classes with the same weight, plus a
     network that learns what they lack: s(u, σ) = Σ_c w_c(u) (μ_c − u)/(v_c + σ²) + net(u, σ).
-
-    Where no training feature lies, a network alone says anything; the Gaussians' score grows with the distance there.
-    Their moments are not learnt but measured (`anchor`), at the model of the server and over all clients' images. The
-    network starts at 0; for detection a share `trust` of it counts.
 
     With `whiten` = w > 0 the space is multiplied by (I + wT)^(−1/2), T the covariance within classes: directions in
     which the images of a class differ much from each other are shortened, so that those in which they hardly differ
@@ -155,11 +204,8 @@ class AnchoredScore(ScoreNetwork):
         whiten: float = 0.0,
         trust: float = 1.0,
     ) -> None:
-        super().__init__(feature_width, standardise, log_share)
-        self.conditioned, self.whiten, self.trust = conditioned, whiten, trust
-        self.net = two_layers(feature_width, width, conditioned)
-        for value in self.net[3].parameters():
-            nn.init.zeros_(value)
+        super().__init__(feature_width, width, conditioned, standardise, log_share, trust)
+        self.whiten = whiten
         self.register_buffer("anchor_mean", torch.zeros(classes, feature_width))
         self.register_buffer("anchor_var", torch.ones(classes, feature_width))
         self.register_buffer("anchor_known", torch.ones(classes))
@@ -168,27 +214,21 @@ class AnchoredScore(ScoreNetwork):
 
     @torch.no_grad()
     def moments(self, z: Float[Tensor, "b d"], y: Int[Tensor, " b"]) -> dict[str, Tensor]:
-        """What a batch of features adds to the sums that `anchor` gets: images, sums and squares of each class, and
-        products of all pairs of features where the space is whitened."""
+        """Images, sums and squares of each class, and products of all pairs of features where the space is whitened."""
         u = self.compressed(z).double()
         of_class = nn.functional.one_hot(y, len(self.anchor_known)).double().T
         sums = {"images": of_class.sum(1), "sum": of_class @ u, "square": of_class @ u.square()}
         return sums | ({"outer": u.T @ u} if self.whiten > 0 else {})
 
     @torch.no_grad()
-    def anchor(
-        self,
-        images: Float[Tensor, " c"],
-        total: Float[Tensor, "c d"],
-        square: Float[Tensor, "c d"],
-        outer: Float[Tensor, "d d"] | None = None,
-    ) -> None:
+    def anchor(self, sums: Mapping[str, Tensor]) -> None:
         """Set space and Gaussians by sums over all training features. A class without images becomes unknown.
 
         The variance of a class with few images leans on that of all classes, as if `LEAN` of its images had that one.
         In a whitened space a class's variance is that of all classes there times its ratio to it before: exact would
         be products of pairs for every class, and a hundred classes would make them larger than the model.
         """
+        images, total, square = sums["images"], sums["sum"], sums["square"]
         n, some = images.sum(), images[:, None].clamp_min(1.0)
         mean = total / some
         spread = (square / some - mean.square()).clamp_min(0.0)
@@ -200,9 +240,8 @@ class AnchoredScore(ScoreNetwork):
             self.running_var.copy_((square.sum(0) / n - centre.square()).clamp_min(0.0))
             mean, var = self._standardised(mean), var / self._size().square()
         if self.whiten > 0:
-            assert outer is not None
             size = self._size().double() if self.standardise else torch.ones_like(within)
-            covariance = (outer - total.T @ (total / some)) / n / torch.outer(size, size)
+            covariance = (sums["outer"] - total.T @ (total / some)) / n / torch.outer(size, size)
             spread_of, direction = torch.linalg.eigh(covariance)
             turn = direction * (1 + self.whiten * spread_of.clamp_min(0.0)).rsqrt() @ direction.T
             self.anchor_turn.copy_(turn)
@@ -217,31 +256,13 @@ class AnchoredScore(ScoreNetwork):
         u = super().scale(z)
         return u @ self.anchor_turn if self.whiten > 0 else u
 
-    def observe(self, z: Float[Tensor, "b d"]) -> None:
-        """Nothing: the space belongs to the Gaussians, and is measured with them."""
-
-    def forward(
-        self, z: Float[Tensor, "b d"], sigma: float | Float[Tensor, " b"] | None = None
-    ) -> Float[Tensor, "b d"]:
-        return self._pull(z, 0.0 if sigma is None else sigma) + self._learnt(z, sigma)
-
     def given(
         self, z: Float[Tensor, "b d"], sigma: float | Float[Tensor, " b"], y: Int[Tensor, " b"]
     ) -> Float[Tensor, "b d"]:
         square = sigma.to(z).square().reshape(-1, 1) if isinstance(sigma, Tensor) else sigma**2
         return (self.anchor_mean[y] - z) / (self.anchor_var[y] + square) + self._learnt(z, sigma)
 
-    def steadied(
-        self, z: Float[Tensor, "b d"], sigma: float, draws: int, classes: Float[Tensor, " c"] | None = None
-    ) -> Float[Tensor, "b d"]:
-        learnt = averaged(lambda u: self._learnt(u, sigma), z, sigma, draws)
-        return self._pull(z, sigma, classes) + self.trust * learnt
-
-    def _learnt(self, z: Tensor, sigma: float | Tensor | None) -> Tensor:
-        return conditional(self.net, z, sigma, self.conditioned)
-
     def _pull(self, z: Tensor, sigma: float | Tensor, classes: Tensor | None = None) -> Tensor:
-        """The score of the Gaussians alone."""
         known = self.anchor_known if classes is None else self.anchor_known * classes
         missing = torch.where(known > 0.5, 0.0, UNKNOWN)  # a mean over clients is 1 but for rounding
         if isinstance(sigma, Tensor):
@@ -255,6 +276,55 @@ class AnchoredScore(ScoreNetwork):
         constant = (self.anchor_mean * pulled + var.log()).sum(1)
         weight = torch.softmax(z @ pulled.T - 0.5 * (z.square() @ ease.T + constant) + missing, 1)
         return weight @ pulled - z * (weight @ ease)
+
+
+@final
+class SpanScore(MeasuredScore):
+    """The score of one Gaussian around the origin, N(0, M + σ²I), plus a network: s(u, σ) = −(M + σ²I)⁻¹u + net(u, σ).
+
+    u is z at the length √d, and M = E uuᵀ over all training features. A trained backbone lets the features of C classes
+    span little more than C directions; what is odd about an input is the share of its features that points out of
+    them. Along a direction of spread λ a feature counts 1/(λ + σ²): next to nothing within the span, the most outside
+    of it. Every feature has the same length, so it is a share, and not how loud an image is. No label is needed, and
+    what clients send is one sum of products.
+    """
+
+    anchor_axes: Tensor
+    anchor_spread: Tensor
+
+    def __init__(self, feature_width: int, width: int = 1024, conditioned: bool = True, trust: float = 1.0) -> None:
+        super().__init__(feature_width, width, conditioned, trust=trust)
+        self.register_buffer("anchor_axes", torch.eye(feature_width))
+        self.register_buffer("anchor_spread", torch.ones(feature_width))
+
+    @torch.no_grad()
+    def moments(self, z: Float[Tensor, "b d"], y: Int[Tensor, " b"]) -> dict[str, Tensor]:
+        u = self.scale(z.double())
+        return {"images": u.new_full((), float(len(u))), "outer": u.T @ u}
+
+    @torch.no_grad()
+    def anchor(self, sums: Mapping[str, Tensor]) -> None:
+        spread, axes = torch.linalg.eigh(sums["outer"] / sums["images"])
+        self.anchor_axes.copy_(axes)
+        self.anchor_spread.copy_(spread.clamp_min(0.0))
+
+    def scale(self, z: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
+        return of_equal_length(z)
+
+    def given(
+        self, z: Float[Tensor, "b d"], sigma: float | Float[Tensor, " b"], y: Int[Tensor, " b"]
+    ) -> Float[Tensor, "b d"]:
+        out: Tensor = self(z, sigma)
+        return out
+
+    def _pull(self, z: Tensor, sigma: float | Tensor, classes: Tensor | None = None) -> Tensor:
+        square = sigma.to(z).square().reshape(-1, 1) if isinstance(sigma, Tensor) else sigma**2
+        return -((z @ self.anchor_axes) / (self.anchor_spread + square)) @ self.anchor_axes.T
+
+
+def of_equal_length(z: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
+    """Every feature vector at the length √d, as if its entries had a mean square of 1."""
+    return math.sqrt(z.shape[1]) * nn.functional.normalize(z)
 
 
 def two_layers(feature_width: int, width: int, conditioned: bool) -> nn.Sequential:
