@@ -55,6 +55,8 @@ four OUT sets; `score_energy` and `score_own`, which need none of the client's t
 `score_norm` is ahead of `score_energy`, `score_near` and `energy` ([results](results.md), [research](research.md),
 section 13). On PACS, where the net knows few training images by heart (98 % right, 60 % in the test), the score and
 all distances are behind `energy` and `dice`; why is not settled. Without FOOGD no detector was the best everywhere.
+New, and read on the embedded images and on features of single runs alone so far ([research](research.md), section 18):
+`span_own`, which needs neither FOOGD nor labels, and `score_span` are the best there on near and far OUT together.
 """
 COLUMNS = (
     "method", "what it adds", "what travels", "down", "up", "once", "stays on the client", "extra passes", "on Flower",
