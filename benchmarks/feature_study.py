@@ -34,7 +34,7 @@ from foogd.engine.rng import Streams
 from foogd.evaluate import Evaluator
 from foogd.methods.foogd import FOOGD
 from foogd.metrics import auroc
-from foogd.nets import AnchoredScore, SpanScore
+from foogd.nets import AnchoredScore, MeasuredScore, SpanScore
 from foogd.nets.score import ScoreNetwork
 from foogd.runs import Run, source_commit
 from foogd.settings import read_run_config
@@ -221,7 +221,7 @@ def main() -> None:
             mine_aside = {k: aside[aside_owner == k] if bool((aside_owner == k).any()) else aside for k in inside}
             own_features(z, y, owner, mine_aside, line)
         if args.part in ("all", "span"):
-            spans(z, y, owner, inside, line)
+            spans(z, y, owner, inside, args.steps, line)
         if args.part in ("spaces", "near", "span"):
             return
         plain = {"score_net": "mlp", "draws": 0}
@@ -302,7 +302,9 @@ def own_features(z: Tensor, y: Tensor, owner: Tensor, aside: dict[int, Tensor], 
         line(where, "the client", f"distance to the 10th and {share:g} Gaussians", foogd.sigma, norms)
 
 
-def spans(z: Tensor, y: Tensor, owner: Tensor, clients: Iterable[int], line: Callable[..., None]) -> None:
+def spans(
+    z: Tensor, y: Tensor, owner: Tensor, clients: Iterable[int], steps: int, line: Callable[..., None]
+) -> None:
     """Lines about the span of features: its noise level, whose features, and without each of its parts."""
 
     def span(features: Tensor, sigma: float) -> Space:
@@ -338,7 +340,7 @@ def spans(z: Tensor, y: Tensor, owner: Tensor, clients: Iterable[int], line: Cal
     ):
         foogd = FOOGD(**({"sigma_min": 0.01, "draws": 0, "sigma": 1.0} | blind | changes))
         with torch.enable_grad():
-            score = learnt_score(foogd, z, y, 1500)
+            score = learnt_score(foogd, z, y, steps)
         line("as they are", "all", title, foogd.sigma_max, dict.fromkeys(clients, norm_of(foogd, score)))
 
 
@@ -354,7 +356,7 @@ def learnt_score(method: FOOGD, z: Tensor, y: Tensor, steps: int) -> ScoreNetwor
     """FOOGD's score network after so many steps of its denoising loss on batches of 256."""
     torch.manual_seed(0)
     score = method.score_network(z.shape[1], int(y.max()) + 1).train()
-    if isinstance(score, AnchoredScore):
+    if isinstance(score, MeasuredScore):
         score.anchor(score.moments(z, y))
     else:
         for _ in range(200):

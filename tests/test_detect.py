@@ -986,11 +986,24 @@ def test_span_of_the_client_knows_no_class_that_only_others_have() -> None:
     assert abs(auroc(everyone(test), everyone(others)) - 0.5) < 0.2
 
 
-def test_score_span_is_the_score_and_the_span_in_units_of_their_means() -> None:
-    data, test = outputs(200, seed=1), outputs(12, seed=2)
-    norm, share, both = ScoreNorm(), fitted(SpanOwn(sigma=0.3), data), fitted(ScoreSpan(sigma=0.3), data)
-    wanted = norm(test, model()) / norm(data, model()).mean() + share(test) / share(data).mean()
-    torch.testing.assert_close(both(test, model()), wanted, rtol=1e-9, atol=1e-9)
-    assert float(both(data, model()).mean()) == pytest.approx(2.0)
+@pytest.mark.parametrize("count", [3, 30, 200])
+def test_score_span_is_the_score_and_the_span_in_units_of_their_means(count: int) -> None:
+    data, test, sigma = outputs(count, seed=1), outputs(12, seed=2), 0.3
+    norm, share, both = ScoreNorm(), fitted(SpanOwn(sigma=sigma), data), fitted(ScoreSpan(sigma=sigma), data)
+    # By brute force: each image measured by the span of all others.
+    u = data.z.double() * (D**0.5 / data.z.double().norm(dim=1, keepdim=True))
+    around, out = u.T @ u / count + sigma**2 * torch.eye(D).double(), []
+    for row in u:
+        out.append(float(torch.linalg.solve(around - torch.outer(row, row) / count, row).norm()))
+    wanted = norm(test, model()) / norm(data, model()).mean() + share(test) / (sum(out) / count)
+    torch.testing.assert_close(both(test, model()), wanted, rtol=1e-6, atol=1e-9)
     with pytest.raises(InputError, match="score_span needs a score network"):
         both(test, Readout(model().head))
+
+
+def test_features_without_a_direction_are_out_of_every_span() -> None:
+    nothing = Output(torch.zeros(2, D), torch.zeros(2, CLASSES))
+    for detector in (Span(), SpanOwn(sigma=0.5)):
+        ready = fitted(detector, outputs(50, seed=1))
+        assert torch.allclose(ready(nothing), torch.full((2,), D**0.5 / detector.sigma**2).double())
+        assert float(ready(outputs(30, seed=2)).max()) < float(ready(nothing)[0])

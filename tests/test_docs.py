@@ -78,7 +78,8 @@ def test_tables_hold_the_runs_on_their_data_with_the_numbers_printed_for_them(tm
 
     heads, _, first, *rest = lines("runs")
     assert (heads[:2], first[:2], first[6]) == (["method", "alpha"], ["fedavg+foogd", "5"], "88.6 (88.9)")
-    assert [line[5] for line in rest] == [page.NAMES[name] for name in page.OURS]
+    asked = page.Kept(name).detectors
+    assert [line[5] for line in rest] == [page.NAMES[ours] for ours in page.OURS if ours in asked]
     assert lines("runs cifar100")[2][:2] == ["fedavg+foogd", "0.1"]
     assert lines("runs cifar100")[2][6] == "88.6 (53.8)"
     heads, _, first, *_ = lines("runs pacs")

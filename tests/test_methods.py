@@ -13,6 +13,7 @@ from foogd import FOOGD, Config, FedAvg, FedRoD, InputError, Method, simulate
 from foogd.engine.batches import BatchMaker
 from foogd.engine.eager import EagerEngine, build_nets
 from foogd.engine.rng import Streams
+from foogd.functional import langevin
 from foogd.methods import PROFILES, make_method, method_fields, method_names, method_settings, profile
 from foogd.nets.score import ScoreNet
 from foogd.simulate import initial_state, run_round, settled
@@ -187,6 +188,23 @@ def test_anchors_are_the_moments_of_all_images_at_the_model_that_is_tested(base,
         return
     for name in measured:
         assert torch.allclose(new[f"score.{name}"], getattr(again, name), rtol=1e-3, atol=1e-4), name
+
+
+def test_a_langevin_step_that_a_span_cannot_take_is_refused():
+    """Along a direction without spread a step multiplies by 1 - step/2sigma²: beyond -1 samples run away."""
+    with pytest.raises(InputError, match=r"step = 0\.1 is not allowed: with score_net=span it must be below .* 0\.04"):
+        FOOGD(score_net="span", sigma=0.1)
+    assert FOOGD(score_net="span", sigma=0.1, lambda_m=0.0).sigma == 0.1
+    method = FOOGD(score_net="span", sigma=0.16)
+    score = method.score_network(6, 3)
+    score.anchor_spread.mul_(torch.tensor([2.0, 1.0, 0.5, 0.0, 0.0, 0.0]))
+    draw = torch.Generator().manual_seed(0)
+    start, y = torch.randn(500, 6, generator=draw), torch.zeros(500, dtype=torch.int64)
+    with torch.no_grad():
+        found = langevin(
+            lambda v: score.given(v, method.sigma, y), start, step=method.step, steps=200, rng=draw
+        )
+    assert float(found.abs().max()) < 20
 
 
 def test_the_stein_term_stays_bounded_far_from_the_training_features(federation, config):

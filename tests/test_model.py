@@ -35,7 +35,8 @@ def start(folder, method, *more):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     place = tmp_path_factory.mktemp("model")
-    return start(place / "run", "fedrod+foogd", "detectors=msp,energy,score_norm,knn,mahalanobis,vim", "lambda_m=0.0")
+    detectors = "detectors=msp,energy,score_norm,knn,mahalanobis,vim,score_span"
+    return start(place / "run", "fedrod+foogd", detectors, "lambda_m=0.0")
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def federation_of(folder):
     return make_federation(read_run_config(folder / "config.toml")[0])
 
 
-@pytest.mark.parametrize("detector", ["msp", "energy", "score_norm", "knn", "mahalanobis", "vim"])
+@pytest.mark.parametrize("detector", ["msp", "energy", "score_norm", "knn", "mahalanobis", "vim", "score_span"])
 def test_a_client_of_the_loaded_model_answers_as_in_the_evaluation(trained, detector):
     model, federation, rows = foogd.load(trained), federation_of(trained), read_rows(trained)
     inside = federation.tests[0]

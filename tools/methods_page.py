@@ -55,8 +55,9 @@ four OUT sets; `score_energy` and `score_own`, which need none of the client's t
 `score_norm` is ahead of `score_energy`, `score_near` and `energy` ([results](results.md), [research](research.md),
 section 13). On PACS, where the net knows few training images by heart (98 % right, 60 % in the test), the score and
 all distances are behind `energy` and `dice`; why is not settled. Without FOOGD no detector was the best everywhere.
-New, and read on the embedded images and on features of single runs alone so far ([research](research.md), section 18):
-`span_own`, which needs neither FOOGD nor labels, and `score_span` are the best there on near and far OUT together.
+New, and not yet asked in whole runs on real images ([research](research.md), section 18): `span_own`, which needs
+neither FOOGD nor labels, and `score_span`. On the embedded images they are the best on near and far OUT together; on
+features that a strong extra loss has shaped (profile `paper`, FedATOL) `energy` was ahead of the span.
 """
 COLUMNS = (
     "method", "what it adds", "what travels", "down", "up", "once", "stays on the client", "extra passes", "on Flower",

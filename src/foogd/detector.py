@@ -29,7 +29,7 @@ class Detector(ABC):
     """Passes over the training features before the detector can be used."""
 
     local: ClassVar[bool] = False
-    """Whether each client fits its own, from one call of `statistics` on all its features, which never leave it."""
+    """Whether each client fits its own, from one call of `statistics` a pass on all its features, which stay there."""
 
     needs_score: ClassVar[bool] = False
     """Whether it asks for the score network, which only some methods train."""

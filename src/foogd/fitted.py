@@ -483,7 +483,7 @@ class _Spanned(Detector, ABC):
         return replace(self, inverse=_span_inverse(self, total))
 
     def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
-        return _out_of_span(outputs.z, _ready(self, self.inverse))
+        return _out_of_span(outputs.z, _ready(self, self.inverse), self.sigma)
 
 
 @final
@@ -518,7 +518,8 @@ class ScoreSpan(Detector):
     """‖s(z)‖/E‖s‖ + r(z)/E r, the paper's detector and `SpanOwn`'s r, each in units of its mean over the client's data.
 
     The score tells how far an image is from what all clients have, the span which share of it points to where none of
-    the client's own images do. Neither asks the classifier, which is sure of many images that no class has.
+    the client's own images do. Neither asks the classifier, which is sure of many images that no class has. In the mean
+    of r no image counts to the span that it is measured by: of few images each is within the span of all.
     """
 
     description: ClassVar[str] = "norm of the score network's output, and span_own"
@@ -529,18 +530,23 @@ class ScoreSpan(Detector):
 
     sigma: float = field(default=0.1, metadata={"gt": 0.0, "help": "noise level of the span, as in span_own"})
     inverse: Tensor | None = field(default=None, repr=False, compare=False)
+    images: float | None = field(default=None, repr=False, compare=False)
     of_score: float | None = field(default=None, repr=False, compare=False)
     of_span: float | None = field(default=None, repr=False, compare=False)
 
     def statistics(self, outputs: Output, y: Tensor, readout: Readout) -> dict[str, Tensor]:
-        if self.inverse is None:
+        if self.inverse is None or self.images is None:
             return _span_sums(outputs.z)
-        norms, shares = self._norms(outputs.z, readout), _out_of_span(outputs.z, self.inverse)
-        return {"n": norms.new_tensor(float(len(norms))), "norm": norms.sum(), "share": shares.sum()}
+        norms, u = self._norms(outputs.z, readout), of_equal_length(outputs.z.detach().double())
+        pulled = u @ self.inverse.to(u.device)
+        # (B − uuᵀ/n)⁻¹u = B⁻¹u/(1 − uᵀB⁻¹u/n): what r would be, had u no part in B = M + σ²I.
+        without = pulled.norm(dim=1) / (1 - (u * pulled).sum(dim=1) / self.images)
+        return {"n": norms.new_tensor(float(len(norms))), "norm": norms.sum(), "share": without.sum()}
 
     def fit(self, total: Mapping[str, Tensor]) -> Self:
         if self.inverse is None:
-            return replace(self, inverse=_span_inverse(self, total))
+            (n,) = _sums(self, total, "n")
+            return replace(self, inverse=_span_inverse(self, total), images=float(n))
         n, norm, share = _sums(self, total, "n", "norm", "share")
         weights = [float(n / size) if float(size) > 0 else 0.0 for size in (norm, share)]
         return replace(self, of_score=weights[0], of_span=weights[1])
@@ -553,7 +559,7 @@ class ScoreSpan(Detector):
 
     def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
         of_score, of_span = _ready(self, self.of_score), _ready(self, self.of_span)
-        shares = _out_of_span(outputs.z, _ready(self, self.inverse))
+        shares = _out_of_span(outputs.z, _ready(self, self.inverse), self.sigma)
         scores: Tensor = of_score * self._norms(outputs.z, readout) + of_span * shares
         return scores
 
@@ -571,9 +577,11 @@ def _span_inverse(detector: _Spanned | ScoreSpan, total: Mapping[str, Tensor]) -
     return inverse
 
 
-def _out_of_span(z: Tensor, inverse: Float[Tensor, "d d"]) -> Float[Tensor, " n"]:
-    norms: Tensor = (of_equal_length(z.detach().double()) @ inverse.to(z.device)).norm(dim=1)
-    return norms
+def _out_of_span(z: Tensor, inverse: Float[Tensor, "d d"], sigma: float) -> Float[Tensor, " n"]:
+    """‖(M + σ²I)⁻¹u‖; features that are all 0 have no direction, and count as wholly out of the span."""
+    u = of_equal_length(z.detach().double())
+    norms: Tensor = (u @ inverse.to(z.device)).norm(dim=1)
+    return torch.where((u == 0).all(dim=1), math.sqrt(z.shape[1]) / sigma**2, norms)
 
 
 def moments(z: Float[Tensor, "n d"]) -> dict[str, Tensor]:

@@ -284,7 +284,9 @@ class Run:
         readout = self.method.readout(self.engine.nets())
         for name in detectors:
             if not chosen[name].applies(readout):
-                lacks = "score network" if chosen[name].needs_score else "part that the detector asks for"
+                lacks = "part that the detector asks for"
+                if chosen[name].needs_score:
+                    lacks = "score network" if readout.score is None else "score network that knows classes"
                 raise InputError(f"detector {name} is not possible: method {self.config.method} has no {lacks}")
         found = self._evaluate(state, chosen, progress)
         if (self.folder / SUMMARY).is_file():  # else training is not over, and the summary will be its last step

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..data.augment import fourier_mix_released
 from ..engine.arena import ServerNets
 from ..engine.rng import with_seed
+from ..errors import InputError
 from ..functional import dsm, dsm_noise_target, ksd, ksd_released, langevin, median_bandwidth, mmd
 from ..nets.score import AnchoredScore, MeasuredScore, ScoreNet, ScoreNetwork, SpanScore, frozen
 from ..types import (
@@ -110,6 +111,12 @@ class FOOGD(Method):
         "the backbone on two views; an eval pass for the score network; Langevin steps on features; "
         "one pass over the client's images before training"
     )
+
+    def __post_init__(self) -> None:
+        # Where features have no spread at all, a Langevin step multiplies by 1 − step/2sigma².
+        if self.score_net == "span" and self.lambda_m > 0 and self.step >= 4 * self.sigma**2:
+            longest = f"below 4 sigma² = {4 * self.sigma**2:.3g}"
+            raise InputError(f"step = {self.step} is not allowed: with score_net=span it must be {longest}")
 
     @property
     def groups(self) -> Mapping[str, tuple[str, ...]]:

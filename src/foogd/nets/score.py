@@ -323,7 +323,7 @@ class SpanScore(MeasuredScore):
 
 
 def of_equal_length(z: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
-    """Every feature vector at the length √d, as if its entries had a mean square of 1."""
+    """Every feature vector at the length √d, as if its entries had a mean square of 1; 0 stays 0."""
     return math.sqrt(z.shape[1]) * nn.functional.normalize(z)
 
 
