@@ -246,9 +246,10 @@ def main() -> None:
             foogd = FOOGD(**changes)
             with torch.enable_grad():
                 score = learnt_score(foogd, z, y, steps)
-            where = f"FOOGD's, whiten {foogd.whiten:g}" if foogd.measured else "FOOGD's, not whitened"
+            anchored = isinstance(score, AnchoredScore)
+            where = f"FOOGD's, whiten {foogd.whiten:g}" if anchored else "FOOGD's, not whitened"
             line(where, "all", title, foogd.sigma, dict.fromkeys(inside, norm_of(foogd, score)))
-            if foogd.measured and (steps == 0 or not changes):
+            if anchored and (steps == 0 or not changes):
                 own_norms = {}
                 for client in inside:
                     known = torch.bincount(y[owner == client], minlength=int(y.max()) + 1).clamp_max(1).float()
