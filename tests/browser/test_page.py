@@ -58,6 +58,17 @@ def chromium(tmp_path_factory):
     browser.quit()
 
 
+def arrive(browser, go) -> None:
+    """Go to a page and wait for all of it: on a busy machine the driver may answer while the page is still read, or
+    while the one before is still shown, so that one is marked."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    browser.execute_script("window.left = true")
+    go()
+    there = "return !window.left && document.readyState === 'complete'"
+    WebDriverWait(browser, 60, poll_frequency=0.02).until(lambda one: one.execute_script(there))
+
+
 @pytest.fixture
 def visit(chromium, address):
     """Open the page in a window of this width, with the system's theme, or as it is printed."""
@@ -67,9 +78,9 @@ def visit(chromium, address):
         chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": media, "features": features})
         metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
         chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-        chromium.get(address)
+        arrive(chromium, lambda: chromium.get(address))
         chromium.execute_script("try { localStorage.clear(); } catch (e) {}")
-        chromium.get(address)
+        arrive(chromium, lambda: chromium.get(address))
         return chromium
 
     return go
@@ -232,7 +243,7 @@ def test_the_theme_follows_the_system_until_a_reader_chooses(visit):
     for _ in range(2):
         browser.execute_script(press)
     assert background(browser) == dark
-    browser.refresh()
+    arrive(browser, browser.refresh)
     assert background(browser) == dark
 
 
@@ -283,7 +294,7 @@ def test_print_leaves_the_menus_out_and_is_light(visit):
 def test_without_a_script_everything_is_shown(chromium, visit, address):
     chromium.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
     try:
-        chromium.get(address)
+        arrive(chromium, lambda: chromium.get(address))
         shown = chromium.execute_script(
             "return [...document.querySelectorAll('.panel')].every(one => one.getBoundingClientRect().height > 0)"
         )
