@@ -416,6 +416,12 @@ def test_the_demo_prints_one_table_keeps_what_is_finished_and_does_not_depend_on
     assert (alone / "rows.jsonl").read_bytes() == Path("two/fedavg+foogd-1/rows.jsonl").read_bytes()
 
 
+def test_the_demo_says_how_far_evaluations_are(foogd, monkeypatch):
+    monkeypatch.setattr("foogd.cli.SILENCE", 0.0)
+    printed = demo(foogd, "told", "--methods", "fedavg", "--workers", "1")
+    assert re.search(r"fedavg seed 0: (\d+) of \1 images evaluated", printed)
+
+
 # Help and lists
 
 

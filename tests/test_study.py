@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 
 from foogd import Config, FedAvg
+from foogd.cli_study import Screen
 from foogd.errors import InputError
 from foogd.runs import Run
 from foogd.settings import read_run_config
-from foogd.study import Failed, Finished, Job, Progressed, Started, possible_workers, train_all, work
+from foogd.study import Evaluating, Failed, Finished, Job, Progressed, Started, possible_workers, train_all, work
 
 DATA = """
 import os, signal
@@ -84,6 +85,35 @@ def test_a_run_that_fails_and_one_that_is_killed_do_not_stop_the_others(make):
     rounds = [(event.folder.name, event.round) for event in events if isinstance(event, Progressed)]
     assert rounds == [("good", 1), ("good", 2), ("also", 1), ("also", 2)]
     assert all(Run.open(folder, read_run_config).is_finished() for folder in folders[2:])
+
+
+def test_an_evaluation_tells_how_far_it_is_until_all_images_are_seen(make):
+    folders = [make("good", eval_batch=4), make("also", eval_batch=4, seed=1)]
+    events = list(work([Job(folder) for folder in folders], read_run_config, 1))
+    for folder in folders:
+        mine = [event for event in events if event.folder == folder]
+        told = [event for event in mine if isinstance(event, Evaluating)]
+        assert len({event.total for event in told}) == 1
+        assert [event.images for event in told] == sorted({event.images for event in told})
+        assert told[0].images < told[-1].images == told[-1].total
+        kinds = [type(event) for event in mine]
+        # The last round counts as finished when it has been evaluated; the process stays with its run until then.
+        assert kinds == [Started, Progressed, *[Evaluating] * len(told), Progressed, Finished]
+
+
+def test_the_screen_of_a_sweep_shows_evaluations(make, monkeypatch, capsys):
+    folder = make("good")
+    screen = Screen({folder: read_run_config(folder / "config.toml")})
+    monkeypatch.setattr("foogd.cli_study.SECONDS", -1.0)
+    with screen:
+        for event in (Started(folder), Progressed(folder, 1, 0.5, {"base": 2.0}, {}), Evaluating(folder, 30, 120)):
+            screen.update(event)
+        assert "good: 30 of 120 images evaluated; about" in capsys.readouterr().out
+        assert [*screen.table().columns[-1].cells] == ["25%"]
+        screen.update(Progressed(folder, 2, 0.5, {"base": 1.0}, {}))
+        assert [*screen.table().columns[-1].cells] == ["–"]
+        screen.update(Finished(folder))
+    assert screen.table().row_count == 0
 
 
 def test_a_process_in_which_a_run_failed_trains_no_other_run(make):

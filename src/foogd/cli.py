@@ -42,7 +42,7 @@ from .report import Report
 from .runs import Run, environment, read_rows, write_atomic
 from .settings import parse_assignments, read_preset, read_run_config, resolve
 from .simulate import RoundResult
-from .study import Progressed, train_all
+from .study import Evaluating, Progressed, train_all
 from .trackers import check_tracker, tracked
 
 UsageError: Any = typer.BadParameter.__base__  # typer has no public name for it
@@ -138,8 +138,12 @@ def demo(
         left = sum((this.config.rounds - this.finished_rounds()) * cost(this) for this in runs.values())
         task = progress.add_task("all runs", total=left, left="")
         done = 0.0
+        evaluations = {folder: EvaluationProgress(progress, runs[folder]) for folder in order}
         for event in train_all(order, read_run_config, side_by_side or os.cpu_count() or 1):
             this = runs[event.folder]
+            if isinstance(event, Evaluating):
+                evaluations[event.folder](event.images, event.total)
+                continue
             done += cost(this)
             ahead = (time.perf_counter() - began) / done * (left - done)
             progress.update(task, completed=done, left=f"about {ahead:.0f} s left")
@@ -344,14 +348,14 @@ class EvaluationProgress:
     """What an evaluation tells how far it is: a bar while it lasts, or, where the output is a file, some lines."""
 
     def __init__(self, progress: Progress, run: Run) -> None:
-        self._progress, self._config = progress, run.config
+        self._progress, self._about = progress, f"{run.config.method} seed {run.config.seed}"
         self._task: TaskID | None = None
         self._start, self._told = (0.0, 0), 0.0
 
     def __call__(self, images: int, total: int) -> None:
         now = time.perf_counter()
         if self._task is None:
-            self._task = self._progress.add_task(f"{self._config.method}: images evaluated", total=total, left="")
+            self._task = self._progress.add_task(f"{self._about}: images evaluated", total=total, left="")
             self._start = now, images  # how long the first ones took is not known
             self._told = now
         began, before = self._start
@@ -359,8 +363,7 @@ class EvaluationProgress:
         self._progress.update(self._task, completed=images, left=left)
         if not console.is_terminal and now - self._told >= SILENCE:
             self._told = now
-            about = f"{self._config.method} seed {self._config.seed}"
-            console.print(f"{about}: {images} of {total} images evaluated; {left}", highlight=False)
+            console.print(f"{self._about}: {images} of {total} images evaluated; {left}", highlight=False)
         if images >= total:
             self._progress.remove_task(self._task)
             self._task = None  # the next evaluation has a bar of its own

@@ -23,7 +23,7 @@ from .errors import InputError
 from .methods.base import Method
 from .runs import Run, write_atomic
 from .settings import parse_assignments, read_run_config
-from .study import Event, Failed, Job, Progressed, Started, possible_workers, work
+from .study import Evaluating, Event, Failed, Job, Progressed, Started, possible_workers, work
 from .sweep import FAILURES, RUNS, TABLE, Plan, plan, read_sweep, sweep_names, sweep_tables, tables_text, with_data
 from .toy import (
     CLIENTS,
@@ -247,9 +247,10 @@ class Screen:
         self._cost = {place: config.rounds * method.effort for place, (config, method) in runs.items()}
         self._done: dict[Path, float] = dict.fromkeys(runs, 0.0)
         self._at: dict[Path, Progressed | None] = {}
+        self._looked: dict[Path, Evaluating] = {}
         self._ended = self._failed = 0
         self._began = self._said = time.monotonic()
-        self._live = Live(console=console, refresh_per_second=2, transient=True, get_renderable=self._table)
+        self._live = Live(console=console, refresh_per_second=2, transient=True, get_renderable=self.table)
 
     def __enter__(self) -> Screen:
         for place, (config, method) in self._runs.items():
@@ -270,7 +271,12 @@ class Screen:
         config, method = self._runs[place]
         if isinstance(event, Started):
             self._at[place] = None
+        elif isinstance(event, Evaluating):
+            self._looked[place] = event
+            if not console.is_terminal and time.monotonic() - self._said > SECONDS:
+                self._line(f"{place.name}: {event.images} of {event.total} images evaluated")
         elif isinstance(event, Progressed):
+            self._looked.pop(place, None)
             self._at[place] = event
             self._done[place] += method.effort
             for client, reason in event.refused.items():
@@ -279,6 +285,7 @@ class Screen:
                 self._line(f"{place.name}: round {event.round}/{config.rounds}, {event.seconds:.1f} s")
         else:
             self._at.pop(place, None)
+            self._looked.pop(place, None)
             self._done[place] = self._cost[place]
             self._ended += 1
             self._failed += isinstance(event, Failed)
@@ -296,17 +303,22 @@ class Screen:
         ahead = (time.monotonic() - self._began) / done * (whole - done)
         return f"about {duration(ahead)} left"
 
-    def _table(self) -> RichTable:
+    def table(self) -> RichTable:
+        """The runs at work."""
         failed = f", {self._failed} failed" if self._failed else ""
         title = f"{self._ended} of {len(self._runs)} runs ended{failed}; {self._left()}"
-        grid = RichTable("run", "round", "s a round", "loss", title=title, title_justify="left")
+        grid = RichTable("run", "round", "s a round", "loss", "evaluation", title=title, title_justify="left")
         for place, last in self._at.items():
             rounds = self._runs[place][0].rounds
+            seen = self._looked.get(place)
+            evaluated = f"{seen.images / seen.total:.0%}" if seen else "–"
             if last is None:
-                grid.add_row(escape(place.name), f"–/{rounds}", "–", "–")
+                grid.add_row(escape(place.name), f"–/{rounds}", "–", "–", evaluated)
             else:
-                losses = ", ".join(f"{group} {value:.3f}" for group, value in last.losses.items())
-                grid.add_row(escape(place.name), f"{last.round}/{rounds}", f"{last.seconds:.1f}", escape(losses))
+                losses = escape(", ".join(f"{group} {value:.3f}" for group, value in last.losses.items()))
+                grid.add_row(
+                    escape(place.name), f"{last.round}/{rounds}", f"{last.seconds:.1f}", losses, evaluated
+                )
         return grid
 
 

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any, final
 import torch
 
 from .config import Config
+from .data.readers import Progress
 from .engine.eager import resolve_device
 from .errors import InputError
 from .methods.base import Method
@@ -56,6 +58,16 @@ class Progressed:
 
 @final
 @dataclass(frozen=True)
+class Evaluating:
+    """How far the evaluation of one of the runs is, in images."""
+
+    folder: Path
+    images: int
+    total: int
+
+
+@final
+@dataclass(frozen=True)
 class Finished:
     """A run has nothing left to do."""
 
@@ -73,7 +85,8 @@ class Failed:
     error: Exception | None = None
 
 
-Event = Started | Progressed | Finished | Failed
+Event = Started | Progressed | Evaluating | Finished | Failed
+PAUSE = 0.5  # seconds between two words of an evaluation: more would only keep the listener busy
 KILLED = "a worker process was killed: run the command again; it goes on from there"
 
 
@@ -86,12 +99,15 @@ def possible_workers(wanted: int, devices: Sequence[str]) -> int:
     return 1 if on_gpu else os.cpu_count() or 1
 
 
-def train_all(folders: Sequence[Path], read: Read, workers: int) -> Iterator[Progressed]:
-    """Train what is left of these runs, `workers` at a time; yields after each round, ends with the first failure."""
+def train_all(folders: Sequence[Path], read: Read, workers: int) -> Iterator[Progressed | Evaluating]:
+    """Train what is left of these runs, `workers` at a time; ends with the first failure.
+
+    Yields after each round, and now and then during an evaluation.
+    """
     for event in work([Job(folder) for folder in folders], read, workers):
         if isinstance(event, Failed):
             raise event.error if event.error is not None else RuntimeError(event.trace or event.reason)
-        if isinstance(event, Progressed):
+        if isinstance(event, Progressed | Evaluating):
             yield event
 
 
@@ -195,7 +211,7 @@ class _Worker:
             event: Event = self.pipe.recv()
         except (EOFError, OSError):
             event = Failed(self.folder, KILLED, error=InputError(KILLED))
-        if not isinstance(event, Progressed):
+        if isinstance(event, Finished | Failed):
             self.folder = None
         return event
 
@@ -221,8 +237,21 @@ def _serve(pipe: Connection, read: Read, tracker: str) -> None:
         except EOFError:  # whoever gave the work is gone
             return
         try:
-            for result in tracked(Run.open(folder, read), tracker):
+            for result in tracked(Run.open(folder, read), tracker, _teller(pipe, folder)):
                 pipe.send(Progressed(folder, result.round, result.seconds, dict(result.losses), dict(result.refused)))
             pipe.send(Finished(folder))
         except Exception as error:
             pipe.send(_failure(folder, error))
+
+
+def _teller(pipe: Connection, folder: Path) -> Progress:
+    told = -PAUSE
+
+    def tell(images: int, total: int) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if images >= total or now - told >= PAUSE:
+            told = now
+            pipe.send(Evaluating(folder, images, total))
+
+    return tell
