@@ -428,6 +428,7 @@ def test_the_demo_says_how_far_evaluations_are(foogd, monkeypatch):
 @pytest.mark.parametrize("command", ["run", "evaluate", "demo", "methods", "detectors"])
 def test_help_says_what_a_command_does_and_shows_an_example(foogd, command):
     code, printed, _ = foogd(command, "--help")
+    assert "\\" not in printed  # meant for a screen that reads marks
     assert code == 0
     assert f"Example: foogd {command}" in " ".join(printed.split())
 

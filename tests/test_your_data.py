@@ -1,9 +1,12 @@
 """Images of users: folders by site, tables, and the worked example."""
 
+import json
+import re
 import runpy
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -12,6 +15,8 @@ from foogd import InputError
 from foogd.cli import main
 from foogd.data.readers import read_sites, read_table
 from foogd.data.sources import load_source
+from foogd.runs import Run, make_federation
+from foogd.settings import read_preset, read_run_config, resolve
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "your_data.py"
 
@@ -106,3 +111,128 @@ def test_the_worked_example_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["foogd", "run", "shapes/my.toml", "--out", "three", *few, *left])
     main()
     assert "2 clients" in Path("three/summary.md").read_text()
+
+
+MINE = """
+data = "sites"
+sites = "folder"
+out = ["strange"]
+corruptions = []
+partition = "by_domain"
+clients = 0
+method = "fedavg"
+rounds = 2
+batch_size = 4
+test_share = 0.34
+detectors = ["msp"]
+device = "cpu"
+"""
+
+
+@pytest.fixture
+def own(sites, monkeypatch):
+    """A working folder with two sites, an OUT folder and a file of settings."""
+    monkeypatch.chdir(sites.parent)
+    for copy in range(4):
+        picture(Path("strange") / f"{copy}.png", 200 + copy)
+    Path("my.toml").write_text(MINE)
+    return sites
+
+
+def test_a_run_says_which_client_is_which_site(own, foogd):
+    assert foogd("run", "my.toml", "--out", "a")[0] == 0
+    assert json.loads(Path("a/partition.json").read_text())["client_names"] == ["a", "b"]
+    lines = Path("a/summary.md").read_text().splitlines()
+    assert [line for line in lines if line.startswith(("| 0 a |", "| 1 b |"))]
+
+
+@pytest.mark.parametrize("changed", ["training", "test", "out"])
+def test_images_that_changed_since_the_run_began_are_noticed(own, foogd, changed):
+    assert foogd("run", "my.toml", "--out", "whole")[0] == 0
+    for _ in zip(range(1), Run.create(Path("begun"), *resolve(read_preset("my.toml"), {})).train(), strict=False):
+        pass
+    assert Run.open(Path("begun"), read_run_config).finished_rounds() == 1
+    if changed == "out":
+        picture(Path("strange") / "0.png", 100)
+        words = "test images strange"
+    else:
+        # A changed image is in one part or the other; what was in the training images says which.
+        known = json.loads(Path("whole/partition.json").read_text())
+        for path in sorted(own.rglob("*.png")):
+            before = path.read_bytes()
+            picture(path, 222)
+            store = make_federation(read_run_config(Path("whole/config.toml"))[0])
+            if (store.train.content_hash() != known["content_hash"]) == (changed == "training"):
+                break
+            path.write_bytes(before)
+        words = "training images" if changed == "training" else "test images sites"
+    files = (path for run in ("whole", "begun") for path in Path(run).rglob("*") if path.is_file())
+    before = {path: path.read_bytes() for path in files}
+    for command in (["evaluate", "whole"], ["run", "begun/config.toml", "--out", "begun", "--resume"]):
+        code, _, complaint = foogd(*command)
+        assert code == 2
+        assert f"the {words} are not those that the run began with" in complaint
+        assert "partition.json" in complaint
+    assert before == {path: path.read_bytes() for path in before}
+
+
+def test_images_that_are_skipped_are_counted_where_people_look(own, foogd):
+    (own / "a" / "dog" / "0.png").write_bytes(b"no picture")
+    (Path("strange") / "1.png").write_bytes(b"")
+    sentence = "Images that could not be used and were left out: 1 of sites, 1 of strange."
+    for out in ("first", "from-cache"):
+        code, printed, _ = foogd("run", "my.toml", "--set", "on_bad=skip", "--out", out)
+        assert code == 0
+        assert sentence in printed
+        assert sentence in Path(out, "summary.md").read_text()
+        assert json.loads(Path(out, "partition.json").read_text())["skipped"] == {"sites": 1, "strange": 1}
+
+
+def test_skipping_does_not_leave_out_most_of_a_set_for_its_sizes(own, foogd):
+    for copy in range(4):
+        Image.new("RGB", (8 + copy, 8)).save(Path("strange") / f"{copy}.png")
+    code, _, complaint = foogd("run", "my.toml", "--set", "on_bad=skip", "--out", "x")
+    assert code == 2
+    assert "4 sizes" in complaint
+    assert "FOLDER@64" in complaint
+    assert not Path("x").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["data=site@8"], "'site@8'; known are .*nothing is there"),
+        (["data=sites@big"], "after @ a number of pixels is needed, not 'big'"),
+        (["data=sites@0"], "the size of the images, after @, is 0"),
+        (["partition=dirichlet"], r"clients is 0; at least 1 is needed \(0 is for the partition by_domain\)"),
+        (["clients=3"], "clients is 3 .*the domains are a, b"),
+        (["out=[\"broken.npz\"]"], "broken.npz cannot be read as an .npz of plain arrays .it is damaged"),
+        (["out=[\"floats.npz\"]"], "floats.npz cannot be used: images have type torch.float64"),
+        (["out=[\"words.npz\"]"], "words.npz cannot be used: labels have type <U1; whole numbers are needed"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_the_data_is_named(own, foogd, words, told):
+    Path("broken.npz").write_bytes(b"no archive")
+    images = np.zeros((3, 8, 8, 3), np.uint8)
+    np.savez("floats.npz", x=images / 255, y=np.zeros(3, int))
+    np.savez("words.npz", x=images, y=np.array(["a", "b", "c"]))
+    code, _, complaint = foogd("run", "my.toml", *(part for word in words for part in ("--set", word)), "--out", "x")
+    assert code == 2
+    assert re.search(told, complaint), complaint
+    assert not Path("x").exists()
+
+
+def test_a_site_that_cannot_be_split_is_named(own, foogd):
+    picture(own / "lonely" / "cat" / "0.png", 7)
+    code, _, complaint = foogd("run", "my.toml", "--out", "x")
+    assert code == 2
+    assert "lonely has no test images" in complaint
+
+
+@pytest.mark.parametrize("place", ["note.txt", "note.txt/a"])
+def test_a_file_in_the_way_of_a_run_folder_is_named(own, foogd, place):
+    Path("note.txt").write_text("mine")
+    code, _, complaint = foogd("run", "my.toml", "--out", place)
+    assert code == 2
+    assert "note.txt is a file" in complaint
+    assert Path("note.txt").read_text() == "mine"

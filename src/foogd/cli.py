@@ -27,7 +27,7 @@ from rich.table import Table as RichTable
 
 from .cli_data import data_app, decode
 from .cli_flower import flower_app
-from .cli_parts import Set, console, open_or_create, rich_table, whole_number
+from .cli_parts import Set, console, make_app, open_or_create, rich_table, whole_number
 from .cli_report import add_report_commands
 from .cli_study import add_study_commands
 from .data.readers import IMAGE_SUFFIXES
@@ -39,24 +39,19 @@ from .methods import FOOGD, METHODS, make_method, method_names
 from .methods.base import Method
 from .model import load
 from .report import Report
-from .runs import Run, environment, read_rows, write_atomic
+from .runs import Run, environment, read_rows, skipped_sentence, write_atomic
 from .settings import parse_assignments, read_preset, read_run_config, resolve
 from .simulate import RoundResult
 from .study import Evaluating, Progressed, train_all
 from .trackers import check_tracker, tracked
 
 UsageError: Any = typer.BadParameter.__base__  # typer has no public name for it
-SHOWN = ("msp", "energy", "score_norm")  # detectors on the screen where many methods stand side by side
+# Detectors on the screen where many methods stand side by side.
+SHOWN = ("msp", "energy", "span_own", "score_norm", "score_span")
 SILENCE = 20.0  # seconds after which an evaluation whose output is a file says how far it is
 DEMO_METHODS = ("fedavg", "fedavg+aug", "fedrod", "fedavg+foogd", "fedrod+foogd")
 
-app = typer.Typer(
-    name="foogd",
-    help="Federated learning that keeps classifying shifted data and detects what nobody trained on.",
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
+app = make_app("foogd", "Federated learning that keeps classifying shifted data and detects what nobody trained on.")
 app.add_typer(data_app, name="data")
 app.add_typer(flower_app, name="flower")
 add_study_commands(app)
@@ -87,6 +82,8 @@ def run(
     if not folder.exists():
         decode(config)
     this = open_or_create(folder, config, built) if resume else Run.create(folder, config, built)
+    if config.on_bad == "skip" and this.federation.skipped:
+        console.print(escape(skipped_sentence(this.federation.skipped)), highlight=False)
     with progress_bar() as progress:
         train(this, progress, tracker)
     report = Report.of(read_rows(folder)).last_round()

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
+from .cli_parts import console, make_app
 from .config import Config
 from .data.cache import cache_folder, open_folder
 from .data.catalogue import CATALOGUE, Entry, Facts, locate
@@ -23,15 +22,11 @@ from .data.sources import cache_options, load_source, read_layout, require
 from .data.store import ImageStore
 from .errors import InputError
 
-data_app = typer.Typer(
-    name="data",
-    help="Data sets: what is known and present, download, check. Example: foogd data get cifar10 svhn",
+data_app = make_app(
+    "data",
+    "Data sets: what is known and present, download, check. Example: foogd data get cifar10 svhn",
     no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
 )
-console = Console(width=None if sys.stdout.isatty() else 140)  # a file has no width of its own
 
 Names = Annotated[list[str], typer.Argument(metavar="NAME", help="Names from foogd data list.")]
 Root = Annotated[Path, typer.Option(metavar="DIR", help="Folder of the data sets (data_root of a run).")]

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .cli_parts import Set, say, whole_number
+from .cli_parts import Set, make_app, say, whole_number
 from .errors import InputError
 from .flower.options import Options, read_options
 from .flower.processes import (
@@ -31,13 +31,8 @@ from .settings import parse_assignments, read_preset, resolve
 
 ADDRESS = "127.0.0.1:8000"
 
-flower_app = typer.Typer(
-    name="flower",
-    help="The same methods across machines, on Flower. Example: foogd flower init app",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
+flower_app = make_app(
+    "flower", "The same methods across machines, on Flower. Example: foogd flower init app", no_args_is_help=True
 )
 
 Address = Annotated[str, typer.Option("--address", metavar="HOST:PORT", help="Where the server is.")]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, final
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
+from typer.core import TyperGroup
 
 from .config import Config
 from .errors import InputError
@@ -23,6 +24,31 @@ console = Console(width=None if sys.stdout.isatty() else 140)  # a file has no w
 Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting; may be repeated.")
 ]
+
+
+@final
+class PlainGroup(TyperGroup):
+    """Commands whose help is plain text: some versions of typer put a backslash before each bracket, meant for rich."""
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        found = super().get_command(ctx, name)
+        if found is not None:
+            written = type(found).get_help
+            found.get_help = lambda ctx: written(found, ctx).replace("\\[", "[")  # type: ignore[method-assign]
+        return found
+
+
+def make_app(name: str, text: str, **more: Any) -> typer.Typer:
+    """A group of commands; `text` is its help."""
+    return typer.Typer(
+        name=name,
+        cls=PlainGroup,
+        help=text,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        **more,
+    )
 
 
 def say(text: str) -> None:

@@ -54,6 +54,7 @@ PARTITION, PICTURE = "partition.json", "partition.png"
 FLOWER = "flower.json"  # of a run on Flower: its nodes, and what they have in common
 CHECKPOINT, STATE = "checkpoint", "state.json"
 DRAFT = ".draft"
+TRAINING = "training images"
 LOST_ROUNDS = 3  # in a row, in which no update could be used: then a run stops
 PATHS = frozenset({"data", "data_root", "out", "init"})  # settings that may be paths
 
@@ -78,6 +79,7 @@ class Run:
 
         `files` are more of them, of a run whose data is not here and cannot be checked.
         """
+        need_folder(folder)
         if folder.exists():
             raise InputError(f"{folder} exists already: continue it with --resume, or choose another --out")
         run = cls(folder, config, method)
@@ -129,7 +131,22 @@ class Run:
     def federation(self) -> Federation:
         if (self.folder / FLOWER).is_file():
             raise InputError(f"{self.folder} was trained on Flower: its data is on the nodes, and cannot be read here")
-        return make_federation(self.config)
+        found = make_federation(self.config)
+        if (self.folder / PARTITION).is_file():
+            self._check_images(found)
+        return found
+
+    def _check_images(self, found: Federation) -> None:
+        """Complain where images have changed since the run began: test images might be some that it trained on."""
+        before, now = read_json(self.folder / PARTITION), image_hashes(found)
+        kept = before.get("test_hashes", {})
+        known = {TRAINING: before.get("content_hash"), **(kept if isinstance(kept, dict) else {})}
+        for name, digest in now.items():
+            if known.get(name, digest) != digest:
+                raise InputError(
+                    f"{self.folder}: the {name} are not those that the run began with (sha256 {digest[:12]}…, "
+                    f"{PARTITION} has {str(known[name])[:12]}…): put them back, or begin a new run"
+                )
 
     @cached_property
     def engine(self) -> EagerEngine | GraphEngine:
@@ -317,6 +334,7 @@ class Run:
             f"{down:.2f} MiB down and {up:.2f} MiB up a round, {refused} updates refused.",
             "",
             *([leaks_sentence(leaks), ""] if (leaks := read_leaks(self.folder)) else ()),
+            *([skipped_sentence(self.federation.skipped), ""] if self.federation.skipped else ()),
             *(line for sentence in notes for line in (sentence, "")),
             *([f"{aside} training images were set aside to find thresholds.", ""] if aside else ()),
             *(line for sentence in self.unranked(report.rows) for line in (sentence, "")),
@@ -339,6 +357,13 @@ def _same_setting(key: str, mine: Any, other: Any) -> bool:
     if not all(isinstance(values, list | tuple) for values in pairs) or len(mine) != len(other):
         return False
     return all(_same_setting(key, *values) for values in zip(mine, other, strict=True))
+
+
+def need_folder(place: Path) -> None:
+    """Complain where a folder is to be made and a file is in the way."""
+    for part in (place, *place.parents):
+        if part.exists() and not part.is_dir():
+            raise InputError(f"{place} cannot be a folder: {part} is a file; choose another --out")
 
 
 def make_federation(config: Config) -> Federation:
@@ -366,15 +391,27 @@ def make_federation(config: Config) -> Federation:
     )
 
 
+def image_hashes(federation: Federation) -> dict[str, str]:
+    """What tells the images of a federation from others: a hash of the training images, and one of each test set.
+
+    Corrupted copies follow from the test images, and need none.
+    """
+    tests = {f"test images {t.name}": t.store.content_hash() for t in federation.tests if t.split != "in-c"}
+    return {TRAINING: federation.train.content_hash(), **tests}
+
+
 def write_partition(folder: Path, federation: Federation) -> None:
     """Who trains on what, as numbers and as a picture, and which training images are in a test set."""
     from .figures import partition_figure
 
-    counts = federation.describe().tolist()
+    counts, hashes = federation.describe().tolist(), image_hashes(federation)
     content = {
         "data": federation.name,
-        "content_hash": federation.train.content_hash(),
+        "content_hash": hashes.pop(TRAINING),
+        "test_hashes": hashes,
+        "skipped": dict(federation.skipped),
         "classes": list(federation.train.classes),
+        "client_names": list(federation.client_names),
         "counts": counts,
         "indices": [indices.tolist() for indices in federation.train_indices],
         "calibration_indices": [indices.tolist() for indices in federation.calibration_indices],
@@ -402,11 +439,25 @@ def leaks_sentence(leaks: Mapping[str, int]) -> str:
     return "Training images in test sets, by content: " + ", ".join(f"{n} in {name}" for name, n in found.items()) + "."
 
 
+def skipped_sentence(skipped: Mapping[str, int]) -> str:
+    """How many images were left out because they could not be used."""
+    counts = ", ".join(f"{count} of {name}" for name, count in skipped.items())
+    return f"Images that could not be used and were left out: {counts}."
+
+
+def client_labels(names: Sequence[str], clients: int) -> list[str]:
+    """What tables call the clients: their numbers, and where they are sites, the names too."""
+    return [f"{client} {names[client]}" if names else str(client) for client in range(clients)]
+
+
 def partition_table(federation: Federation) -> Table:
     """Training images of each class on each client."""
     counts = federation.describe()
     names = federation.train.classes or tuple(str(c) for c in range(federation.num_classes))
-    rows = tuple((str(client), str(int(row.sum())), *(str(int(n)) for n in row)) for client, row in enumerate(counts))
+    clients = client_labels(federation.client_names, len(counts))
+    rows = tuple(
+        (name, str(int(row.sum())), *(str(int(n)) for n in row)) for name, row in zip(clients, counts, strict=True)
+    )
     return Table("training images", ("client", "all", *names), rows)
 
 

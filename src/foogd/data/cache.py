@@ -96,7 +96,7 @@ def open_folder(folder: Path) -> ImageStore | None:
         # "c" (copy on write): torch warns about arrays that cannot be written to.
         arrays = {key: np.load(folder / f"{key}.npy", mmap_mode="c", allow_pickle=False) for key in meta["files"]}
         words: dict[str, Any] = {"classes": tuple(meta["classes"]), "domain_names": tuple(meta["domain_names"])}
-        store = ImageStore(name=meta["name"], **words, **arrays)
+        store = ImageStore(name=meta["name"], skipped=meta["skipped"], **words, **arrays)
         touched = any(_stamp(folder / f"{key}.npy") != stamp for key, stamp in meta["files"].items())
         return None if touched and store.content_hash() != meta["content_hash"] else store
     except Exception:  # whatever is wrong with it, the set is read again

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, final
 
@@ -60,6 +60,8 @@ class Federation:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     calibration_indices: tuple[Int[Tensor, " n"], ...] = field(default=(), repr=False)  # set aside for thresholds
+    client_names: tuple[str, ...] = ()  # where clients are sites with names
+    skipped: Mapping[str, int] = field(default_factory=dict)  # of a source, images that could not be read
 
     @property
     def calibration_test(self) -> TestSet | None:
@@ -166,6 +168,8 @@ class Federation:
             ),
             mean=mean,
             std=usable_deviation(std),
+            client_names=_client_names(train) if partition == "by_domain" else (),
+            skipped={store.name: store.skipped for store in (source, *outs) if store.skipped},
         )
 
 
@@ -262,6 +266,16 @@ def _without_domain(source: ImageStore, name: str) -> tuple[ImageStore, ImageSto
     return source.select(~left), replace(source.select(left), test=None)
 
 
+def _domain_name(store: ImageStore, domain: int) -> str:
+    return store.domain_names[domain] if store.domain_names else str(domain)
+
+
+def _client_names(train: ImageStore) -> tuple[str, ...]:
+    """The domains' names in the order of `by_domain`; none where they have only numbers."""
+    assert train.domains is not None
+    return tuple(train.domain_names[d] for d in torch.unique(train.domains).tolist()) if train.domain_names else ()
+
+
 def _strata(source: ImageStore) -> Tensor:
     """The groups of which a share each is held out: classes, and where there are domains, classes within domains."""
     if source.domains is None:
@@ -300,11 +314,18 @@ def _partition(
     elif kind == "by_domain":
         if train.domains is None or test.domains is None:
             raise InputError("partition 'by_domain' needs images with domains; this data set has none.")
-        found = torch.unique(train.domains).tolist()
-        if clients not in (0, len(found)) or torch.unique(test.domains).tolist() != found:
+        found, tested = torch.unique(train.domains).tolist(), torch.unique(test.domains).tolist()
+        if found != tested:
+            lacking = [f"{_domain_name(train, d)} has no test images" for d in found if d not in tested]
+            lacking += [f"{_domain_name(train, d)} has no training images" for d in tested if d not in found]
             raise InputError(
-                f"partition 'by_domain' needs one client a domain, each with training and test images; "
-                f"clients is {clients} (0 takes as many as there are) and the training images have domains {found}."
+                f"partition 'by_domain' needs training and test images of each domain: {', '.join(lacking)}."
+            )
+        if clients not in (0, len(found)):
+            names = ", ".join(_domain_name(train, d) for d in found)
+            raise InputError(
+                f"partition 'by_domain' needs one client a domain; clients is {clients} (0 takes as many as there are) "
+                f"and the domains are {names}."
             )
         own = by_domain(train.domains)
     else:

@@ -42,7 +42,7 @@ def dirichlet(
     """
     y = _labels(labels)
     if clients < 1:
-        raise InputError(f"clients is {clients}; at least 1 is needed.")
+        raise InputError(f"clients is {clients}; at least 1 is needed (0 is for the partition by_domain).")
     if not 0 < alpha < float("inf"):
         raise InputError(f"alpha is {alpha}; a Dirichlet distribution needs a positive number.")
     if clients * min_size > len(y):
@@ -76,7 +76,7 @@ def pathological(
     y = _labels(labels)
     classes = int(y.max()) + 1
     if clients < 1:
-        raise InputError(f"clients is {clients}; at least 1 is needed.")
+        raise InputError(f"clients is {clients}; at least 1 is needed (0 is for the partition by_domain).")
     if not 1 <= classes_per_client <= classes:
         raise InputError(f"classes_per_client is {classes_per_client}; it must be between 1 and the {classes} classes.")
     if clients * classes_per_client < classes:

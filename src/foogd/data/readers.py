@@ -23,7 +23,7 @@ from ..errors import InputError
 from .decode import decode_many, square
 from .matlab import read_matlab
 from .plain_pickle import read_plain_pickle
-from .store import ImageStore
+from .store import ImageStore, one_line, said_by_numpy
 
 Progress = Callable[[int, int], None]
 OnBad = Literal["error", "skip"]
@@ -153,9 +153,9 @@ def _unpickled(path: Path) -> dict[bytes, Any]:
     try:
         return read_plain_pickle(data)
     except InputError as error:
-        raise InputError(f"{path} is refused: it asks for {_said(error)}; only plain arrays are read.") from None
+        raise InputError(f"{path} is refused: it asks for {one_line(error)}; only plain arrays are read.") from None
     except Exception as error:  # a damaged pickle may do anything that its instructions can
-        raise InputError(f"{path} is damaged or no pickle ({type(error).__name__}: {_said(error)}).") from error
+        raise InputError(f"{path} is damaged or no pickle ({type(error).__name__}: {one_line(error)}).") from error
 
 
 # Arrays
@@ -199,6 +199,15 @@ def read_npz(
     skipped: list[str] | None = None,
 ) -> ImageStore:
     """Any .npz of images: foogd's own, a pack (buf, off, y), x/y, or x_train/y_train/x_test/y_test."""
+    try:
+        return _read_npz(path, size, on_bad, progress, skipped)
+    except InputError as error:  # what is wrong with the arrays is found where nobody knows their file
+        raise error if str(path) in str(error) else InputError(f"{path} cannot be used: {error}") from None
+
+
+def _read_npz(
+    path: Path, size: int | None, on_bad: OnBad, progress: Progress | None, skipped: list[str] | None
+) -> ImageStore:
     arrays = _arrays(path)
     if {"buf", "off", "y"} <= arrays.keys():
         return read_packs([path], size=size, on_bad=on_bad, progress=progress, skipped=skipped)
@@ -270,7 +279,9 @@ def read_packs(
     if all("domain" in pack for pack in packs):
         domains = np.concatenate([pack["domain"] for pack in packs]).astype(np.int64)[kept]
     mask = kept >= starts[len(train)] if test else None
-    return _store(images, labels, name=train[0].stem, domains=domains, test=mask)
+    return _store(
+        images, labels, name=train[0].stem, domains=domains, test=mask, skipped=int(starts[-1]) - len(kept)
+    )
 
 
 def _pack(path: Path) -> Mapping[str, Any]:
@@ -300,7 +311,7 @@ def _arrays(path: Path) -> dict[str, Any]:
         with np.load(path, allow_pickle=False) as archive:
             return {key: archive[key] for key in archive.files}
     except Exception as error:  # numpy reads headers as Python text: a damaged one ends in anything
-        raise InputError(f"{path} cannot be read as an .npz of plain arrays ({_said(error)}).") from error
+        raise InputError(f"{path} cannot be read as an .npz of plain arrays ({said_by_numpy(error)}).") from error
 
 
 def _npy(path: Path) -> Any:
@@ -310,7 +321,7 @@ def _npy(path: Path) -> Any:
         # "c" (copy on write): torch warns about arrays that cannot be written to.
         return np.load(path, mmap_mode="c", allow_pickle=False)
     except Exception as error:  # as in _arrays
-        raise InputError(f"{path} cannot be read as a plain .npy array ({_said(error)}).") from error
+        raise InputError(f"{path} cannot be read as a plain .npy array ({said_by_numpy(error)}).") from error
 
 
 def _file_bytes(path: Path) -> bytes:
@@ -567,7 +578,11 @@ def _read_files(
         domains=None if domains is None else np.array(domains, dtype=np.int64)[kept],
         domain_names=domain_names,
         test=None if test is None else np.array(test, dtype=bool)[kept],
+        skipped=len(files) - len(kept),
     )
+
+
+_ASK_SIZE = "ask for a size, as in FOLDER@64, so that all are made alike"
 
 
 def _decode_all(
@@ -583,13 +598,19 @@ def _decode_all(
     if on_bad not in ("error", "skip"):
         raise InputError(f"on_bad is {on_bad!r}; it must be 'error' or 'skip'.")
     if size is not None and size < 1:
-        raise InputError(f"size is {size}; at least 1 is needed.")
+        raise InputError(f"the size of the images, after @, is {size}; at least 1 is needed.")
     wanted: tuple[int, int] | None = None
     while True:
         images, kept, bad, sizes = _one_pass(count, item, name, size, on_bad, progress, wanted)
         common = max(sizes, key=lambda pair: sizes[pair], default=None)
         if common is None:
             raise InputError(f"none of the {count} images can be read; the first: {bad[0]}.")
+        if 2 * sizes[common] < sizes.total():
+            # Too many to be exceptions: what would be left is not the set that was asked for.
+            raise InputError(
+                f"the images have {len(sizes)} sizes, and the most frequent, {common[1]}×{common[0]} pixels, is that "
+                f"of {sizes[common]} of {sizes.total()} ({bad[-1]}); {_ASK_SIZE}."
+            )
         if common == images.shape[1:3] or sizes[common] == sizes[images.shape[1:3]]:
             break
         wanted = common  # the first image was an exception: its size is not that of the set
@@ -627,7 +648,7 @@ def _one_pass(
                 if on_bad == "error":
                     raise InputError(
                         f"{name(first)} has {images.shape[2]}×{images.shape[1]} pixels and {name(index)} has "
-                        f"{width}×{height}; ask for a size, so that all are made alike."
+                        f"{width}×{height}; {_ASK_SIZE}."
                     )
                 bad.append(f"{name(index)}: it has {width}×{height} pixels, unlike the others")
                 continue
@@ -636,12 +657,6 @@ def _one_pass(
         if progress is not None:
             progress(chunk.stop, count)
     return images, kept, bad, sizes
-
-
-def _said(error: Exception) -> str:
-    """What an exception says, in one short line."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 160 else f"{text[:160]}…"
 
 
 def _store(images: Any, labels: Any, **more: Any) -> ImageStore:
@@ -677,7 +692,7 @@ def read_dataset(
                 image = image[0]
             pixels, number = _item_pixels(image, size), int(label)
         except Exception as error:  # a user's dataset may raise anything
-            reason = f"item {index}: {_said(error)}"
+            reason = f"item {index}: {one_line(error)}"
             if on_bad == "error":
                 raise InputError(f"{type(dataset).__name__} cannot be read, {reason.rstrip('.')}.") from error
             bad.append(reason)
@@ -703,6 +718,7 @@ def read_dataset(
         np.array(labels, dtype=np.int64),
         classes=tuple(str(name) for name in classes) if named and classes is not None else (),
         name=type(dataset).__name__,
+        skipped=len(bad),
     )
 
 

@@ -56,9 +56,11 @@ def load_source(
         if path.is_dir() or (path.is_file() and path.suffix in (".npz", ".csv")):
             return _load_path(path, root, sites, px, on_bad, progress)
     if ":" not in spec:
+        after = spec.rpartition("@")[2] if "@" in spec else ""
+        what = f"after @ a number of pixels is needed, not {after!r}" if after and size is None else "nothing is there"
         raise InputError(
             f"unknown data set {spec!r}; known are {', '.join(SOURCES)}, a folder of images, an .npz or "
-            f".csv file, or file.py:function."
+            f".csv file, or file.py:function; as a path, {what}."
         )
     load = load_object(spec, "data set")
     if not callable(load):

@@ -28,7 +28,8 @@ _CHUNK = 2**23  # values that statistics widen at a time, so that memory stays s
 class ImageStore:
     """Images with labels; `domains` numbers where each image comes from, `test` marks the held-out ones.
 
-    `domain_names` names the domains: styles, hospitals, cameras.
+    `domain_names` names the domains: styles, hospitals, cameras. `skipped` counts images of the source that could not
+    be read and are not here.
 
     Every array may also be given as numpy, and grey images as N×H×W.
     """
@@ -40,6 +41,7 @@ class ImageStore:
     domains: Int[Tensor, " n"] | None = field(default=None, repr=False)
     test: Bool[Tensor, " n"] | None = field(default=None, repr=False)
     domain_names: tuple[str, ...] = ()
+    skipped: int = 0
 
     def __post_init__(self) -> None:
         images = _tensor(self.images, "images")
@@ -187,7 +189,18 @@ def _read_npz(path: Path) -> Mapping[str, Any]:
         with np.load(path, allow_pickle=False) as archive:
             return {key: archive[key] for key in archive.files}
     except (OSError, ValueError, EOFError, TypeError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
-        raise InputError(f"{path} cannot be read as an .npz of plain arrays ({error}).") from error
+        raise InputError(f"{path} cannot be read as an .npz of plain arrays ({said_by_numpy(error)}).") from error
+
+
+def one_line(error: Exception) -> str:
+    """What an exception says, in one short line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 160 else f"{text[:160]}…"
+
+
+def said_by_numpy(error: Exception) -> str:
+    """The same, without numpy's advice to load a pickle, which nobody should follow."""
+    return "it is damaged, or another kind of file" if "pickle" in str(error) else one_line(error)
 
 
 def _tensor(values: Any, what: str) -> Tensor:
@@ -200,6 +213,8 @@ def _tensor(values: Any, what: str) -> Tensor:
 
 
 def _numbers(values: Any, what: str, count: int) -> Tensor:
+    if isinstance(values, np.ndarray) and values.dtype.kind not in "biufc":
+        raise InputError(f"{what} have type {values.dtype}; whole numbers are needed.")
     numbers = _tensor(values, what)
     if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
         raise InputError(f"{what} have type {numbers.dtype}; whole numbers are needed.")
