@@ -25,6 +25,7 @@ out = ["{folder}/strange"]
 corruptions = ["gaussian_noise", "brightness"]
 severities = [1, 3, 5]
 data_root = "{folder}"         # decoded images are cached below it
+calibration = 0.1              # of each site's training images, set aside to find thresholds
 
 method = "fedavg+foogd"
 backbone = "cnn"

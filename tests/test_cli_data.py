@@ -67,8 +67,17 @@ def test_get_takes_a_local_path_and_says_when_nothing_is_to_do(tmp_path):
     assert "isun is present: folder of images" in text(run("get", "isun", "--root", tmp_path / "r"))
     assert "inside the package" in text(run("get", "digits", "--root", tmp_path / "r"))
     (tmp_path / "nothing").mkdir()
-    with pytest.raises(InputError, match="isun is neither in"):
+    with pytest.raises(InputError, match=r"nothing holds nothing that could be isun .*not linked"):
         raise run("get", "isun", "--root", tmp_path / "s", "--from", tmp_path / "nothing").exception
+    assert not (tmp_path / "s").exists()
+    photo = tmp_path / "photo.png"
+    photo.write_bytes(b"1")
+    with pytest.raises(InputError, match=r"photo\.png is one image"):
+        raise run("get", "isun", "--root", tmp_path / "s", "--from", photo).exception
+    (tmp_path / "isun.npz").write_bytes(b"1")
+    with pytest.raises(InputError, match=r"isun is a link to .*have"):  # nothing is written into a user's folder
+        raise run("get", "isun", "--root", tmp_path / "r", "--from", tmp_path / "isun.npz").exception
+    assert [path.name for path in (tmp_path / "have").iterdir()] == ["iSUN_patches"]
     with pytest.raises(InputError, match="no stable official address"):
         raise run("get", "pacs", "--root", tmp_path / "r").exception
     with pytest.raises(InputError, match="unknown data set 'mnist'; known are fashion"):

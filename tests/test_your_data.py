@@ -236,3 +236,14 @@ def test_a_file_in_the_way_of_a_run_folder_is_named(own, foogd, place):
     assert code == 2
     assert "note.txt is a file" in complaint
     assert Path("note.txt").read_text() == "mine"
+
+
+def test_the_whole_file_of_the_page_is_the_one_that_the_example_writes():
+    page = (EXAMPLE.parents[1] / "docs" / "your_data.md").read_text()
+    preset = runpy.run_path(str(EXAMPLE))["PRESET"].format(folder="shapes")
+    assert f"```toml\n{preset}```\n" in page
+
+
+def test_an_empty_folder_is_no_class(sites):
+    (sites / "a" / "fox").mkdir()
+    assert read_sites(sites).classes == ("cat", "dog", "eel")

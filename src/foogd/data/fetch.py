@@ -18,7 +18,7 @@ from typing import Any, NoReturn, final
 
 from ..errors import InputError
 from .catalogue import Entry, Remote
-from .readers import Progress
+from .readers import IMAGE_SUFFIXES, Progress
 
 TIMEOUT = 30  # seconds without an answer
 _BLOCK = 1 << 18
@@ -285,10 +285,18 @@ def adopt(entry: Entry, root: Path, path: Path) -> Path:
             return folder
         if folder.exists() or folder.is_symlink():
             raise InputError(f"{folder} is there already; remove it before {path} takes its place.")
+        if not any(layout.find(path) for layout in entry.layouts):
+            kinds = ", ".join(dict.fromkeys(layout.kind for layout in entry.layouts))
+            raise InputError(f"{path} holds nothing that could be {entry.name} ({kinds}); it was not linked.")
         with _disk(folder):
             root.mkdir(parents=True, exist_ok=True)
             folder.symlink_to(path.resolve(), target_is_directory=True)
         return folder
+    if path.suffix.lower() in IMAGE_SUFFIXES:
+        raise InputError(f"{path} is one image; a folder, an archive or a file of {entry.name} is needed.")
+    if folder.is_symlink():
+        # What is copied would land in a folder of the user's.
+        raise InputError(f"{folder} is a link to {folder.resolve()}; remove it before {path} takes its place.")
     official = {remote.name: remote.md5 for remote in entry.files}.get(path.name)
     if official is not None:
         found = pooch.file_hash(str(path), alg="md5")

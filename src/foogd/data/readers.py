@@ -461,12 +461,12 @@ def read_sites(
     sites = _subfolders(folder)
     if _images_in(folder) or any(_images_in(site) for site in sites):
         raise InputError(f"{folder} has images outside of SITE/CLASS folders; each belongs into a class of a site.")
-    classes = tuple(sorted({path.name for site in sites for path in _subfolders(site)}))
+    held = [[(path, sub.name) for sub in _subfolders(site) for path in _images_below(sub)] for site in sites]
+    classes = tuple(sorted({name for own in held for _, name in own}))  # an empty folder is no class
     files: list[tuple[Path, int]] = []
     domains: list[int] = []
-    for number, site in enumerate(sites):
-        own = [(path, classes.index(sub.name)) for sub in _subfolders(site) for path in _images_below(sub)]
-        files += own
+    for number, own in enumerate(held):
+        files += [(path, classes.index(name)) for path, name in own]
         domains += [number] * len(own)
     names = tuple(site.name for site in sites)
     return _read_files(folder, files, classes, None, size, on_bad, progress, skipped, domains, names)
