@@ -151,6 +151,23 @@ def test_pairing_makes_intervals_narrow():
     assert (found.same_sign, found.clear) == (1.0, True)
 
 
+def test_a_shift_of_which_nothing_is_accepted_does_not_count():
+    """As in the rows of a run: there is no accuracy of no images."""
+    rng = np.random.default_rng(3)
+    scores, hit = rng.standard_normal(200), torch.as_tensor(rng.random(200) < 0.7)
+    inside = sample_set("d", "in", {"s": scores})
+    mild = sample_set("c/fog/1", "in-c", {"s": scores}, predictions=torch.where(hit, 0, 1))
+    strong = replace(mild, key="c/fog/5", scores={"s": torch.as_tensor(scores + 100)})
+    found = [
+        compare_samples(run_of(*sets), run_of(*sets), pairs=[("s", "s")], resamples=20)
+        for sets in ((inside, mild), (inside, mild, strong))
+    ]
+    values = [[one.a for one in some if (one.metric, one.split) == ("accuracy_accepted", "in-c")] for some in found]
+    assert values[0] == values[1]
+    assert 0.5 < values[1][0] < 0.9
+    assert all(one.low == one.high == 0 for one in found[1])
+
+
 def test_a_run_does_not_differ_from_itself_and_the_order_of_samples_does_not_matter(rng):
     a, _ = synthetic(np.random.default_rng(2), 50, (1, 1), (0.5, 0.5))
     order = torch.randperm(50, generator=rng)

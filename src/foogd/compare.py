@@ -7,6 +7,7 @@ and the images of every OUT set. Metrics of resamples are metrics with whole wei
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -359,6 +360,13 @@ def weighted_threshold(w_sums: Any) -> Any:
     return (w_sums[:, 1:] >= rank[:, None]).argmax(1)
 
 
+def mean_of_shares(shares: Sequence[Sequence[Any]]) -> Any:
+    """The mean of parts by wholes, one value a resample; what accepts nothing says nothing, as in the rows of a run."""
+    with np.errstate(invalid="ignore", divide="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # nothing is accepted anywhere: no number
+        return np.nanmean([top / bottom for top, bottom in shares], axis=0)
+
+
 def accepted(inside: Any, tau: Any, scores: Any, sums: Any) -> Any:
     """The weight of the scores that are at most the threshold of each resample."""
     return sums[np.arange(len(tau)), np.searchsorted(scores, inside[tau], side="right")]
@@ -503,9 +511,7 @@ class _Side:
                 some = [shares[metric, one.key] for one in sets if (metric, one.key) in shares]
                 if some and not (metric == "rejected" and sets == [clean]):  # which is 5 % by definition
                     name = sets[0].name if sets[0].split == "out" else self._name(sets[0].split)
-                    with np.errstate(invalid="ignore", divide="ignore"):  # a resample may accept nothing
-                        mean = np.mean([top / bottom for top, bottom in some], axis=0)
-                    found[metric, sets[0].split, name, place] = mean
+                    found[metric, sets[0].split, name, place] = mean_of_shares(some)
         return found
 
     def _known(self, detector: str, member: int | None, clean: SampleSet, shifted: Sequence[SampleSet]) -> _Part:
