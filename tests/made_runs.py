@@ -25,7 +25,7 @@ DETECTORS = ["msp", "energy", "knn", "score_norm"]
 def make_run(
     folder: Path, method: str = "fedavg", *, seed: int = 0, preset: str = "demo", samples: bool = True,
     drift: bool = True, done: int | None = None, good: float = 0.0, classes: int = CLASSES, data_name: str = "",
-    names=None, **overrides,
+    names=None, flower: bool = False, **overrides,
 ) -> Path:  # fmt: skip
     """A finished run whose numbers follow from its method, seed and `good`; `done` rounds where it is not finished."""
     changes = {"method": method, "seed": seed, "device": "cpu", "clients": CLIENTS, "detectors": DETECTORS, **overrides}
@@ -97,12 +97,20 @@ def make_run(
                 row(0.6 + 0.02 * place, split="out", dataset=name, detector=detector, metric="auroc_joint")
             row(0.1 + 0.01 * place, split="in-c", corruption="x", severity=1, detector=detector, metric="rejected")
             row(0.8, detector=detector, metric="accuracy_accepted")
+            if config.calibration:
+                about = {"detector": detector, "metric": "rejected_calibrated"}
+                row(0.07, **about)
+                row(0.2, split="in-c", corruption="x", severity=1, **about)
+                for name in outs:
+                    row(0.3, split="out", dataset=name, weight=120.0 * config.clients, **about)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row.as_dict()) + "\n" for row in rows))
     counts = torch.randint(0, 90, (config.clients, classes), generator=stream).tolist()
     partition = {"data": data_name or config.data, "classes": [f"class {c}" for c in range(classes)], "counts": counts,
                  "indices": [], "training_images_in_tests": {"d": 0}}  # fmt: skip
     (folder / "partition.json").write_text(json.dumps(partition))
-    if samples and last == config.rounds:
+    if flower:
+        (folder / "flower.json").write_text('{"token": "00", "roster": {}}')
+    if samples and last == config.rounds and not flower:
         found = SimpleNamespace(
             answers=make_answers(outs, used, stream), state=SimpleNamespace(server=SimpleNamespace(round=last))
         )

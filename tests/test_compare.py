@@ -301,6 +301,7 @@ def test_what_differs_is_listed_and_what_is_left_out_is_noted(runs):
         ("other", [], ["not comparable", "synthetic", "other"]),
         ("alike", [], ["not comparable", "different images"]),
         ("bare", [], ["foogd evaluate"]),
+        ("nodes", [], ["trained on Flower", "stay on the nodes"]),
         ("seed", ["--detector", "score_norm"], ["'score_norm'", "msp"]),
         ("seed", ["--detector", ":msp"], ["':msp'"]),
         ("seed", ["--scope", "all"], ["'all'", "pooled"]),
@@ -308,9 +309,11 @@ def test_what_differs_is_listed_and_what_is_left_out_is_noted(runs):
     ],
 )
 def test_what_cannot_be_compared_is_said_in_one_sentence(runs, other, options, words, monkeypatch, capsys):
-    if other == "bare" and not (runs / "bare").exists():
-        shutil.copytree(runs / "avg", runs / "bare")
-        (runs / "bare" / "samples.safetensors").unlink()
+    if other in ("bare", "nodes") and not (runs / other).exists():
+        shutil.copytree(runs / "avg", runs / other)
+        (runs / other / "samples.safetensors").unlink()
+    if other == "nodes":
+        (runs / other / "flower.json").write_text("{}")
     monkeypatch.setattr(sys, "argv", ["foogd", "compare", str(runs / "avg"), str(runs / other), *options])
     with pytest.raises(SystemExit) as end:
         main()

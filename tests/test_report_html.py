@@ -179,6 +179,46 @@ def test_old_runs_lack_sections_and_the_page_says_how_to_make_them(tmp_path):
     assert f"foogd evaluate {tmp_path / 'old'}" in Page(text).words()
 
 
+def head_of(*places):
+    """The facts below the title of the page."""
+    text = html_report(collect(find_runs(places)), maps=0)
+    return re.findall(r"<li>(.*?)</li>", re.search(r'<ul class="facts">.*?</ul>', text).group())
+
+
+def test_the_head_counts_the_clients_that_there_are(tmp_path):
+    make_run(tmp_path / "a", partition="by_domain", clients=0, rounds=2, samples=False)
+    path = tmp_path / "a" / "partition.json"
+    content = json.loads(path.read_text())
+    assert not any("clients" in fact for fact in head_of(tmp_path / "a"))  # nothing in the folder says how many
+    path.write_text(json.dumps(content | {"counts": [[1, 2, 3, 4, 5]] * 3}))
+    assert "3 clients" in head_of(tmp_path / "a")
+    make_run(tmp_path / "b", partition="by_domain", clients=5, rounds=2, samples=False)
+    assert "3, 5 clients" in head_of(tmp_path)
+    titles = [scene.title for scene in collect(find_runs([tmp_path])).scenes]
+    assert titles == ["clients = one a domain", "clients = 5"]
+
+
+def test_what_nodes_bring_is_no_partition(tmp_path):
+    make_run(tmp_path / "a", rounds=2, flower=True, alpha=0.7)
+    assert "nodes with their own data" in head_of(tmp_path / "a")
+    assert not any("Dirichlet" in fact for fact in head_of(tmp_path / "a"))
+    make_run(tmp_path / "b", rounds=2, alpha=0.3)
+    assert {"Dirichlet 0.3", "nodes with their own data"} <= set(head_of(tmp_path))
+
+
+def test_no_command_is_named_that_refuses_a_run_on_flower(tmp_path):
+    make_run(tmp_path / "nodes", rounds=2, flower=True)
+    words = Page(html_report(collect(find_runs([tmp_path])))).words()
+    assert "foogd evaluate" not in words
+    assert "stay on the nodes" in words
+    assert "foogd run config.toml" not in words
+    make_run(tmp_path / "old", rounds=2, samples=False, seed=1)
+    words = Page(html_report(collect(find_runs([tmp_path])))).words()
+    assert f"foogd evaluate {tmp_path / 'old'}" in words
+    assert "stay on the nodes" in words
+    assert "foogd run config.toml" in words
+
+
 def test_fifty_runs_stay_small(tmp_path):
     for alpha in (0.1, 0.5, 5.0):
         for method in method_names()[:9]:

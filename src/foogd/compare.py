@@ -20,7 +20,7 @@ from .config import Config
 from .engine.rng import derive_seed
 from .errors import InputError
 from .report import Table, detector_name
-from .runs import CONFIG, ENVIRONMENT, PARTITION, read_json
+from .runs import CONFIG, ENVIRONMENT, FLOWER, PARTITION, read_json
 from .samples import Samples, SampleSet, read_samples
 from .settings import parse_toml
 
@@ -151,6 +151,11 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 def _samples(folder: Path) -> Samples:
     found = read_samples(folder)
+    if found is None and (folder / FLOWER).is_file():
+        raise InputError(
+            f"{folder} was trained on Flower: labels and predictions of its test images stay on the nodes, so it "
+            "cannot be compared image by image; foogd report shows it beside other runs"
+        )
     if found is None:
         raise InputError(f"{folder} has no answers about single images: make them with foogd evaluate {folder}")
     return found

@@ -15,7 +15,7 @@ from .errors import InputError
 from .evaluate import Row
 from .methods.foogd import FOOGD, nearest_profile
 from .report import Report
-from .runs import CONFIG, ENVIRONMENT, PARTITION, ROUNDS, read_json, read_rounds, read_rows
+from .runs import CONFIG, ENVIRONMENT, FLOWER, PARTITION, ROUNDS, read_json, read_rounds, read_rows
 from .samples import Samples, read_samples
 from .settings import parse_toml
 
@@ -53,7 +53,8 @@ _DEFAULTS = {
 class Record:
     """One run: its settings and what it has written so far.
 
-    Of the rows it keeps the means over clients, and of the last evaluated round the clients' own accuracies.
+    Of the rows it keeps the means over clients, and of the last evaluated round what is pooled and the clients' own
+    accuracies.
     """
 
     folder: Path
@@ -64,6 +65,7 @@ class Record:
     partition: Mapping[str, Any]
     answers: bool = True  # whether its single answers can be read, where it has any
     outs: Mapping[str, str] | None = None  # the OUT sets that are looked at, as in `tested`; None: all
+    flower: bool = False  # whether it was made on Flower, where the nodes bring their data
 
     @property
     def method(self) -> str:
@@ -72,6 +74,15 @@ class Record:
     @property
     def seed(self) -> int:
         return int(self.settings["seed"])
+
+    @property
+    def clients(self) -> int:
+        """How many there are: the settings say 0 where clients are domains, and on Flower more may have joined.
+
+        0 where the folder does not say.
+        """
+        seen = {row.client for row in self.rows if row.client is not None}
+        return len(self.partition.get("counts", ())) or int(self.settings["clients"]) or len(seen)
 
     @property
     def last_round(self) -> int:
@@ -135,8 +146,8 @@ class Group:
 
     @property
     def clients_stay(self) -> bool:
-        """Whether a client is the same one in every seed: it is where clients are domains."""
-        return bool(self.settings["partition"] == "by_domain")
+        """Whether a client is the same one in every seed: it is where clients are domains, or nodes of Flower."""
+        return bool(self.settings["partition"] == "by_domain") or all(record.flower for record in self.records)
 
     @property
     def unfinished(self) -> str:
@@ -173,7 +184,10 @@ class Scene:
     def title_without(self, left_out: str = "") -> str:
         """The settings that tell this table from others; what follows from the data set is not said again."""
         told = [(key, value) for key, value in self.setting if key not in self.implied and key != left_out]
-        return ", ".join(f"{key} = {shown(value)}" for key, value in told)
+        by_domain = ("clients", 0)  # what the setting says is no number of clients
+        return ", ".join(
+            f"{key} = {'one a domain' if (key, value) == by_domain else shown(value)}" for key, value in told
+        )
 
     @cached_property
     def history(self) -> Report:
@@ -264,7 +278,8 @@ def read_record(folder: Path) -> Record:
     kept = tuple(
         replace(row, run=str(folder))
         for row in rows
-        if row.scope == "weighted" or (row.scope == "client" and row.round == last and row.detector is None)
+        if row.scope == "weighted"
+        or (row.round == last and (row.scope == "pooled" or (row.scope == "client" and row.detector is None)))
     )
     environment = read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).is_file() else {}
     partition = read_json(folder / PARTITION) if (folder / PARTITION).is_file() else {}
@@ -279,7 +294,8 @@ def read_record(folder: Path) -> Record:
         raise InputError(f"{folder / PARTITION} is damaged: its counts are not one whole number a client and class")
     if not all(isinstance(count, int) for count in partition.get(_LEAKS, {}).values()):
         raise InputError(f"{folder / PARTITION} is damaged: its {_LEAKS} are not whole numbers")
-    return Record(folder, settings, environment, rounds, kept, partition)
+    flower = (folder / FLOWER).is_file()
+    return Record(folder, settings, environment, rounds, kept, partition, flower=flower)
 
 
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", list: "a list"}

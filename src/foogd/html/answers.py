@@ -38,19 +38,30 @@ def scores(collection: Collection) -> Html:
 
     body = by_scene(collection, one)
     if not body:
-        done = next((record for record in collection.records if record.finished), collection.records[0])
-        how = h("code", f"foogd evaluate {done.folder}")
-        return lead(
-            "These runs hold no single answers (older runs, or unfinished ones). On a finished run, ",
-            how,
-            " makes them.",
-        )
+        return lead(_without_answers(collection.records))
     text = (
         "How the scores of IN, IN-C and each OUT set are spread, with the threshold that 95 % of IN pass; and ROC of "
         "IN against OUT, where the upright line marks 5 % of IN rejected. One seed a method, the images of all clients "
         "pooled: AUROC and FPR95 may differ from the weighted ones in the tables."
     )
     return join(lead(text), body)
+
+
+def _without_answers(records: Sequence[Record]) -> Html:
+    """Why there is nothing to draw, and what helps."""
+    here = [record for record in records if not record.flower]
+    words: list[str] = []
+    if here:
+        done = next((record for record in here if record.finished), here[0])
+        words += [
+            f"{'These runs' if here == records else 'Runs of the simulator'} hold no single answers (older runs, or "
+            "unfinished ones). On a finished run, ",
+            h("code", f"foogd evaluate {done.folder}"),
+            " makes them. ",
+        ]
+    if len(here) < len(records):
+        words.append("Runs on Flower have no single answers: labels and predictions of test images stay on the nodes.")
+    return join(words)
 
 
 def _cards(

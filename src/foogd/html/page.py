@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
 from string import Template
+from typing import Any
 
 from .. import __version__
 from ..findings import headline
-from ..records import Collection, shown, sortable
+from ..records import Collection, Record, shown, sortable
 from .answers import MAPS
 from .markup import Html, h, join
 from .results import summary
@@ -43,23 +44,27 @@ def facts(collection: Collection) -> Html:
     words = [
         _count(len(records), "run"),
         _count(len(seeds), "seed"),
-        _values(collection, "clients", "{} clients"),
-        _partition(collection),
-        _values(collection, "rounds", "{} rounds"),
-        _values(collection, "backbone", "{}"),
+        _values([record.clients for record in records if record.clients], "{} clients"),
+        *_partition(records),
+        _values([record.settings["rounds"] for record in records], "{} rounds"),
+        _values([record.settings["backbone"] for record in records], "{}"),
     ]
     return h("ul", [h("li", word) for word in words if word], class_="facts")
 
 
-def _partition(collection: Collection) -> str:
-    if all(record.settings.get("partition") == "dirichlet" for record in collection.records):
-        return _values(collection, "alpha", "Dirichlet {}")
-    return _values(collection, "partition", "{} partition")
+def _partition(records: Sequence[Record]) -> list[str]:
+    """How the data came to the clients; on Flower no setting has a say in it."""
+    split = [record.settings for record in records if not record.flower]
+    if all(settings["partition"] == "dirichlet" for settings in split):
+        words = _values([settings["alpha"] for settings in split], "Dirichlet {}")
+    else:
+        words = _values([settings["partition"] for settings in split], "{} partition")
+    return [words, "nodes with their own data" if any(record.flower for record in records) else ""]
 
 
-def _values(collection: Collection, key: str, words: str) -> str:
-    values = {shown(r.settings[key]): r.settings[key] for r in collection.records if key in r.settings}
-    found = sorted(values, key=lambda text: sortable(values[text]))
+def _values(values: Iterable[Any], words: str) -> str:
+    by_text = {shown(value): value for value in values}
+    found = sorted(by_text, key=lambda text: sortable(by_text[text]))
     if found in (["1"], ["1.0"]):
         words = words.removesuffix("s")  # 1 round, 1 client
     return words.format(", ".join(found) if len(found) <= 4 else f"{found[0]} … {found[-1]}") if found else ""

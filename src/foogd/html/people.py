@@ -28,7 +28,9 @@ def partition(collection: Collection) -> Html:
         counts = np.array(record.partition["counts"])
         names = record.partition.get("classes") or [str(c) for c in range(counts.shape[1])]
         seeds = {r.seed for g in scene.groups for r in g.records}
-        text = f"Seed {record.seed}; other seeds share the images out in another way." if len(seeds) > 1 else ""
+        stay = all(group.clients_stay for group in scene.groups)
+        text = f"Seed {record.seed}; other seeds share the images out in another way."
+        text = text if len(seeds) > 1 and not stay else ""
         if counts.shape[1] > MOST_CLASSES:
             note = f"{counts.shape[0]} clients, {counts.shape[1]} classes, at most {counts.max()} images. {text}"
             return charts([figure("Training images", heat_chart("training images by client and class", counts), note)])

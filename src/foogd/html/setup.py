@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..records import Collection, Record, shown
 from ..runs import to_toml
 from .blocks import fine, lead
@@ -38,10 +40,20 @@ def setup(collection: Collection) -> Html:
         h("h3", "Settings that all runs share"),
         h("dl", [h("div", h("dt", key), h("dd", shown(value))) for key, value in common.items()], class_="settings"),
         h("h3", "Repeat a run"),
-        lead("Save its configuration as ", h("code", "config.toml"), "; then ",
-             h("code", "foogd run config.toml --out again"), " repeats it."),
+        _how(records),
         [_configuration(record) for record in records],
+    )
+
+
+def _how(records: Sequence[Record]) -> Html:
+    """How a run is repeated; what was made on Flower needs its nodes."""
+    here = (
+        "Save its configuration as ", h("code", "config.toml"), "; then ",
+        h("code", "foogd run config.toml --out again"), " repeats it. ",
     )  # fmt: skip
+    nodes = ("A run on Flower needs its nodes: ", h("code", "foogd flower submit"), " with the same settings.")
+    flower = [record.flower for record in records]
+    return lead(join(() if all(flower) else here, nodes if any(flower) else ()))
 
 
 def _configuration(record: Record) -> Html:
