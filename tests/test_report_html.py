@@ -219,6 +219,72 @@ def test_no_command_is_named_that_refuses_a_run_on_flower(tmp_path):
     assert "foogd run config.toml" in words
 
 
+def section(text, key):
+    return " ".join(Page(re.search(rf'<section id="{key}">.*?</section>', text, re.S).group()).words().split())
+
+
+def test_thresholds_from_images_set_aside_stand_where_the_price_does(demo, tmp_path):
+    for method in ("fedavg", "fedavg+foogd"):
+        make_run(tmp_path / method, method, rounds=2, calibration=0.05)
+    collection = collect(find_runs([tmp_path]))
+    (scene,) = collection.scenes
+    found = Cell(tuple(scene.report.values(method="fedavg", metric="rejected_calibrated", split="out", detector="msp",
+                                           dataset="digits"))).text()  # fmt: skip
+    clean = Cell(tuple(scene.report.values(method="fedavg", metric="rejected_calibrated", split="in", detector="msp")))
+    page, text = html_report(collection, maps=0), markdown_report(collection)
+    joint = section(page, "joint")
+    for words in (joint, text[text.index("## Joint view") :]):
+        assert "lets 95 % of its IN test images pass" in words
+        assert "lets 95 % of its training images set aside pass" in words
+        assert found in words
+    price = next(one.text for one in findings(collection) if one.title == "The price of a threshold")
+    assert "IN test images" in price
+    assert f"Thresholds from training images set aside reject {clean.text()} % of IN" in price
+    lines = list(csv.DictReader(io.StringIO(csv_report(collection))))
+    assert {line["split"] for line in lines if line["metric"] == "rejected_calibrated"} == {"in", "in-c", "out"}
+    plain = collect(find_runs([demo]))
+    for words in (section(html_report(plain, maps=0), "joint"), markdown_report(plain)):
+        assert "set aside" not in words
+
+
+def test_what_is_rejected_says_over_what(demo, page):
+    assert "Pooled: τ rejects" in page
+    assert "weighted over clients" in section(page, "scores")
+    assert "weighted over clients" in section(page, "joint")
+    price = next(one.text for one in findings(collect(find_runs([demo]))) if one.title == "The price of a threshold")
+    assert price.index("weighted over clients") < price.index("Without any effect")
+
+
+def test_the_page_says_how_many_images_were_tested(demo, page, tmp_path):
+    words = section(page, "results")
+    assert "Test images: 100 IN, 100 IN-C in each of 20 corruptions and severities" in words
+    assert "120 of fashion_out (OUT) and 120 of digits (OUT)" in words
+    # Of an older run nobody knows how large the OUT sets were, but for those who set images aside.
+    make_run(tmp_path / "old", rounds=2, samples=False)
+    assert "(OUT)" not in section(html_report(collect(find_runs([tmp_path]))), "results")
+    make_run(tmp_path / "aside", rounds=2, samples=False, calibration=0.1)
+    words = section(html_report(collect(find_runs([tmp_path]))), "results")
+    assert words.count("Test images") == 2
+    assert words.count("120 of digits (OUT)") == 1
+
+
+def test_a_choice_of_images_is_no_count_of_a_set(tmp_path, monkeypatch):
+    monkeypatch.setattr("foogd.samples.LIMIT", 50)
+    make_run(tmp_path / "a", rounds=2)
+    assert "at least 50 of digits (OUT)" in section(html_report(collect(find_runs([tmp_path]))), "results")
+
+
+def test_images_of_a_domain_left_out_count_once(tmp_path):
+    make_run(tmp_path / "a", rounds=2, samples=False)
+    path = tmp_path / "a" / "rows.jsonl"
+    row = json.loads(path.read_text().splitlines()[0])
+    row |= {"dataset": "sketch", "split": "in-c", "corruption": f"{LEFT_OUT}sketch", "weight": 50.0 * 4}
+    path.write_text(path.read_text() + json.dumps(row) + "\n")
+    assert "50 of sketch (IN-C)" in section(html_report(collect(find_runs([tmp_path]))), "results")
+    (tmp_path / "a" / "flower.json").write_text("{}")  # there each node brings images of its own
+    assert "200 of sketch (IN-C)" in section(html_report(collect(find_runs([tmp_path]))), "results")
+
+
 def test_fifty_runs_stay_small(tmp_path):
     for alpha in (0.1, 0.5, 5.0):
         for method in method_names()[:9]:
@@ -823,16 +889,38 @@ def test_csv_holds_every_number(demo):
     collection = collect(find_runs([demo]))
     lines = list(csv.DictReader(io.StringIO(csv_report(collection))))
     report = collection.scenes[0].report
-    keys = [(line["method"], line["detector"], line["split"], line["dataset"], line["metric"]) for line in lines]
+    about = ("method", "detector", "split", "dataset", "metric", "scope", "corruption", "severity")
+    keys = [tuple(line[key] for key in about) for line in lines]
     assert len(keys) == len(set(keys))
     for line in lines:
         values = report.values(
             method=line["method"], metric=line["metric"], split=line["split"], detector=line["detector"] or None,
-            dataset=line["dataset"] or None,
+            dataset=line["dataset"] or None, scope=line["scope"], corruption=line["corruption"] or None,
+            severity=int(line["severity"]) if line["severity"] else None,
         )  # fmt: skip
         assert float(line["mean"]) == pytest.approx(100 * np.mean(values), abs=1e-3)
         assert float(line["deviation"]) == pytest.approx(100 * np.std(values, ddof=1), abs=1e-3)
     assert {"fedavg", "fedrod+foogd"} <= {line["method"] for line in lines}
+    assert {("", ""), ("contrast", "1"), ("contrast", "5")} <= {(one["corruption"], one["severity"]) for one in lines}
+
+
+def test_csv_has_every_metric_of_a_run_in_both_scopes(tmp_path):
+    make_run(tmp_path / "a", rounds=2)
+    path = tmp_path / "a" / "rows.jsonl"
+    row = json.loads(path.read_text().splitlines()[0])
+    more = [
+        {"metric": "aupr", "split": "out", "dataset": "digits", "detector": "msp", "value": 0.25},
+        {"metric": "aupr", "split": "out", "dataset": "digits", "detector": "msp", "value": 0.35, "scope": "pooled"},
+        {"metric": "rejected", "detector": "msp", "value": 0.05},
+        {"metric": "accuracy_generic", "value": 0.45, "scope": "pooled"},
+    ]
+    path.write_text(path.read_text() + "".join(json.dumps(row | one) + "\n" for one in more))
+    lines = list(csv.DictReader(io.StringIO(csv_report(collect(find_runs([tmp_path]))))))
+    found = {(one["metric"], one["split"], one["dataset"], one["detector"], one["scope"]): one["mean"] for one in lines}
+    assert found["aupr", "out", "digits", "msp", "weighted"] == "25.0"
+    assert found["aupr", "out", "digits", "msp", "pooled"] == "35.0"
+    assert found["rejected", "in", "", "msp", "weighted"] == "5.0"
+    assert found["accuracy_generic", "in", "", "", "pooled"] == "45.0"
 
 
 def test_latex_is_a_table_of_booktabs(paper):

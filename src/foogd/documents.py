@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from .findings import domain_means, findings, headline, joint_grid, paper_grid, scene_grid
+from .findings import (
+    AT_IN,
+    AT_SET_ASIDE,
+    domain_means,
+    every,
+    findings,
+    headline,
+    joint_grid,
+    paper_grid,
+    scene_grid,
+    threshold_grid,
+)
 from .published import NOTE
 from .records import Collection
 from .report import Grid, latex_text, to_csv
 
 
 def markdown_report(collection: Collection) -> str:
-    """Findings, the paper's table, all detectors and the joint view."""
+    """Findings, the paper's table, all detectors, the joint view and thresholds from images set aside."""
     text = [f"# {headline(collection)}", ""]
     text += [f"- **{one.title}.** {one.text}" for one in findings(collection)]
     averages = domain_means(collection)
@@ -22,7 +33,11 @@ def markdown_report(collection: Collection) -> str:
                 text += ["", f"## {metric.upper()} against {name}{place}", "", table.markdown((0,))]
         joint = joint_grid(scene)
         if joint is not None:
-            text += ["", f"## Joint view{place}", "", "(the threshold lets 95 % of IN pass)", "", joint.markdown()]
+            text += ["", f"## Joint view{place}", "", f"({joint.title}; {AT_IN})", "", joint.markdown()]
+        thresholds = threshold_grid(scene)
+        if thresholds is not None:
+            about = f"({thresholds.title}; {AT_SET_ASIDE})"
+            text += ["", f"## Thresholds{place}", "", about, "", thresholds.markdown()]
     for title, grid in averages:
         text += _results(title, grid)
     if any(grid.has_published for grid in (*map(paper_grid, collection.scenes), *(grid for _, grid in averages))):
@@ -39,11 +54,12 @@ def _results(title: str, grid: Grid) -> list[str]:
 
 
 def csv_report(collection: Collection) -> str:
-    """Every mean over seeds in long form, with every detector and with the published numbers."""
+    """Every metric and detector in long form, as means over seeds, weighted and pooled, with the published numbers."""
     grids = []
     for scene in collection.scenes:
-        columns = [*scene.report.paper_columns(), *scene.report.joint_columns()]
-        grids.append((scene.title, scene_grid(scene, columns, lambda method, known: known)))
+        columns = scene.report.all_columns()
+        grids.append((scene.title, scene_grid(scene, columns, every)))
+        grids.append((scene.title, scene_grid(scene, columns, every, scope="pooled")))
     return to_csv([*grids, *domain_means(collection)])
 
 

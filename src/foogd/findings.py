@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import final
 
+from .data.federation import LEFT_OUT
 from .errors import InputError
 from .methods import METHODS, make_method, method_fields, split_name
 from .published import DOMAINS, departures
 from .records import Collection, Record, Scene, shown
 from .report import Cell, Grid, Measure, Report, detector_name, paper_detector
 
+# Which threshold a number is measured at.
+AT_IN = "each client's threshold lets 95 % of its IN test images pass"
+AT_SET_ASIDE = "each client's threshold lets 95 % of its training images set aside pass; no test image has a part in it"
 HARD = 80.0  # an AUROC below it is called hard, in %
 NEAR = 2.0  # points from a published number that still count as near
 
@@ -154,10 +158,35 @@ def _price(report: Report) -> Iterator[Finding]:
     if not ranked:
         return
     least, most = ranked[0], ranked[-1]
-    text = f"The threshold that 95 % of IN pass rejects {least.cell.text()} % of IN-C for {least.who}"
+    # The mean over clients, each with a threshold of its own: one for all pooled images rejects another share.
+    text = (
+        f"The threshold that 95 % of a client's IN test images pass rejects {least.cell.text()} % of IN-C for "
+        f"{least.who}"
+    )
     if most.who != least.who:
         text += f" and {most.cell.text()} % for {most.who}"
-    yield Finding("The price of a threshold", f"{text}. Without any effect of the shift it would be 5 %.")
+    text += ", weighted over clients. Without any effect of the shift it would be 5 %."
+    yield Finding("The price of a threshold", " ".join([text, *_set_aside(report, least, most)]))
+
+
+def _set_aside(report: Report, *entries: Entry) -> Iterator[str]:
+    """The same price at thresholds that no test image has a part in, where there are such."""
+    told = []
+    for entry in dict.fromkeys(entries):
+        clean, shifted = (
+            Cell(
+                tuple(
+                    report.values(
+                        method=entry.method, metric="rejected_calibrated", split=split, detector=entry.detector
+                    )
+                )
+            )
+            for split in ("in", "in-c")
+        )
+        if clean.values and shifted.values:
+            told.append(f"{clean.text()} % of IN and {shifted.text()} % of IN-C for {entry.who}")
+    if told:
+        yield f"Thresholds from training images set aside reject {_listed(told)}."
 
 
 def _weak(collection: Collection) -> Iterator[Finding]:
@@ -257,16 +286,29 @@ def _against_the_paper(collection: Collection) -> Iterator[Finding]:
 
 
 def scene_grid(
-    scene: Scene, columns: Sequence[Measure], chosen: Callable[[str, Sequence[str]], Sequence[str]]
+    scene: Scene,
+    columns: Sequence[Measure],
+    chosen: Callable[[str, Sequence[str]], Sequence[str]],
+    scope: str = "weighted",
 ) -> Grid:
-    """Numbers of a scene beside the published ones, with marks where these are not to be compared."""
+    """Numbers of a scene beside the published ones, with marks where these are not to be compared.
+
+    What is printed is compared with means over clients, not with what is pooled.
+    """
+    printed = {group.label: {} if group.stand_in else group.settings for group in scene.groups}
     return scene.report.grid(
         columns,
         chosen,
-        settings={group.label: {} if group.stand_in else group.settings for group in scene.groups},
+        settings=printed if scope == "weighted" else None,
         departs={group.label: departures(group.settings) for group in scene.groups},
         unfinished={group.label: group.unfinished for group in scene.groups},
+        scope=scope,
     )
+
+
+def every(method: str, known: Sequence[str]) -> Sequence[str]:
+    """All detectors."""
+    return known
 
 
 def _usual(method: str, known: Sequence[str]) -> list[str]:
@@ -317,6 +359,71 @@ def joint_grid(scene: Scene) -> Grid | None:
     """The joint view with the paper's detectors; None where it was not measured."""
     columns = scene.report.joint_columns()
     return scene_grid(scene, columns, _usual) if columns else None
+
+
+def threshold_grid(
+    scene: Scene, chosen: Callable[[str, Sequence[str]], Sequence[str]] = _usual
+) -> Grid | None:
+    """What thresholds from images set aside reject, with the paper's detectors; None where none were set aside."""
+    columns = scene.report.threshold_columns()
+    grid = scene_grid(scene, columns, chosen)
+    lines = tuple(line for line in grid.lines if any(cell.values for cell in line.cells))
+    return replace(grid, lines=lines) if lines else None
+
+
+def images_tested(scene: Scene) -> str:
+    """How many test images stand behind a table's numbers, as far as its runs know; else empty."""
+    records = [record for group in scene.groups for record in group.records]
+    shown_to = {record.folder: 1 if record.flower else max(1, record.clients) for record in records}
+    found: dict[str, dict[tuple[str | None, int | None], set[int]]] = {}
+    outs: dict[str, set[int]] = {}
+    for record in records:
+        for row in record.rows:
+            if row.scope != "weighted" or row.round != record.last_round:
+                continue
+            # Every client sees a domain left out and the OUT sets whole, so each image counts once for each of them.
+            whole, rest = divmod(row.weight, shown_to[record.folder])
+            if row.metric == "accuracy":
+                unseen = (row.corruption or "").startswith(LEFT_OUT)
+                name = f"of {row.dataset} (IN-C)" if unseen else row.split.upper()
+                count = int(whole if unseen else row.weight)
+                found.setdefault(name, {}).setdefault((row.corruption, row.severity), set()).add(count)
+            elif (row.metric, row.split) == ("rejected_calibrated", "out") and not rest:
+                outs.setdefault(row.dataset, set()).add(int(whole))
+    told = []
+    for name, kinds in found.items():
+        many = f" in each of {len(kinds)} corruptions and severities" if len(kinds) > 1 else ""
+        told.append(f"{_range(set.union(*kinds.values()))} {name}{many}")
+    told += [f"{count} of {name} (OUT)" for name, count in _out_images(scene, outs).items()]
+    if not told:
+        return ""
+    who = "Those of all nodes are added up." if any(record.flower for record in records) else ""
+    return f"Test images: {_listed(told)}. {who or 'Every client is asked about all OUT images.'}"
+
+
+def _out_images(scene: Scene, counted: Mapping[str, set[int]]) -> dict[str, str]:
+    """For each OUT set how many images it has: from rows that count them, else from the answers that are kept."""
+    found = {}
+    for name in scene.report.out_sets():
+        whole, kept = set(counted.get(name, ())), [0]
+        for group in scene.groups:
+            samples = group.answered.samples if group.answered is not None else None
+            for one in samples.of("out") if samples is not None else ():
+                if one.name == name and len(one):
+                    images = len(set(one.index.tolist()))
+                    kept.append(images)
+                    # Of a large set a choice of images is kept, and places between them are empty.
+                    whole |= {images} if int(one.index.max()) + 1 == images else set()
+        if whole:
+            found[name] = _range(whole)
+        elif max(kept):
+            found[name] = f"at least {max(kept):,}"
+    return found
+
+
+def _range(counts: set[int]) -> str:
+    low, high = min(counts), max(counts)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def _cautions(collection: Collection) -> Iterator[Finding]:

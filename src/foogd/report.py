@@ -95,6 +95,8 @@ class Measure:
     split: str
     dataset: str | None = None
     detected: bool = False  # whether the number depends on the detector
+    corruption: str | None = None  # None: the mean over all, and over all severities
+    severity: int | None = None
 
     @property
     def title(self) -> str:
@@ -102,6 +104,8 @@ class Measure:
 
     @property
     def smaller_is_better(self) -> bool:
+        if self.metric == "rejected_calibrated":
+            return self.split != "out"
         return self.metric in ("fpr95", "rejected")
 
 
@@ -116,6 +120,9 @@ _MEASURES = {
     ("accuracy_accepted", "in"): "ACC accepted IN",
     ("accuracy_accepted", "in-c"): "ACC accepted IN-C",
     ("auroc_joint", "out"): "AUROC IN+IN-C / OUT",
+    ("rejected_calibrated", "in"): "IN rejected",
+    ("rejected_calibrated", "in-c"): "IN-C rejected",
+    ("rejected_calibrated", "out"): "rejected",
 }
 
 
@@ -154,6 +161,7 @@ class Grid:
     title: str
     columns: tuple[Measure, ...]
     lines: tuple[Line, ...]
+    scope: str = "weighted"
 
     @property
     def blocks(self) -> list[tuple[str, list[int]]]:
@@ -232,6 +240,9 @@ class Grid:
                 "split": column.split,
                 "dataset": column.dataset or "",
                 "metric": column.metric,
+                "scope": self.scope,
+                "corruption": column.corruption or "",
+                "severity": "" if column.severity is None else column.severity,
                 "mean": round(cell.mean, 4),
                 "deviation": "" if cell.deviation is None else round(cell.deviation, 4),
                 "seeds": len(cell.values),
@@ -263,7 +274,7 @@ def to_csv(grids: Iterable[tuple[str, Grid]]) -> str:
     return text.getvalue()
 
 
-_IDENTITY = ("setting", "method", "detector", "split", "dataset", "metric")
+_IDENTITY = ("setting", "method", "detector", "split", "dataset", "metric", "scope", "corruption", "severity")
 
 
 def latex_text(text: str) -> str:
@@ -388,12 +399,16 @@ class Report:
 
     def values(
         self, *, method: str, metric: str, split: str, scope: str = "weighted", detector: str | None = None,
-        dataset: str | None = None,
+        dataset: str | None = None, corruption: str | None = None, severity: int | None = None,
     ) -> list[float]:  # fmt: skip
         """One value a seed: the mean over the test sets that fit (all corruptions and severities of IN-C)."""
         by_seed: dict[int, list[float]] = {}
         for row in self.rows_of(method, metric, split, scope, detector):
-            if dataset in (None, row.dataset):
+            if (
+                dataset in (None, row.dataset)
+                and corruption in (None, row.corruption)
+                and severity in (None, row.severity)
+            ):
                 by_seed.setdefault(row.seed, []).append(row.value)
         return [statistics.fmean(by_seed[seed]) for seed in sorted(by_seed)]
 
@@ -495,17 +510,18 @@ class Report:
                 found = any(cell.published for cell in cells)
                 other = tuple((departs or {}).get(method, ())) if found else ()
                 lines.append(Line(method, detector, tuple(cells), other, (unfinished or {}).get(method, "")))
-        return Grid(self._title(scope), tuple(columns), mark_best(columns, lines))
+        return Grid(self._title(scope), tuple(columns), mark_best(columns, lines), scope)
 
     def _cell(
         self, method: str, detector: str, column: Measure, settings: Mapping[str, Any] | None, scope: str
     ) -> Cell:
         values = self.values(
             method=method, metric=column.metric, split=column.split, scope=scope, dataset=column.dataset,
-            detector=(detector or None) if column.detected else None,
+            detector=(detector or None) if column.detected else None, corruption=column.corruption,
+            severity=column.severity,
         )  # fmt: skip
         printed = None
-        if settings is not None and values:
+        if settings is not None and values and column.severity is None:
             printed = published(
                 settings, metric=column.metric, split=column.split, dataset=column.dataset or "",
                 detector=detector if column.detected else "",
@@ -532,14 +548,29 @@ class Report:
 
     def joint_columns(self) -> list[Measure]:
         """The joint view of Eq. 1 and 2."""
-        pairs = (
-            ("rejected", "in-c"),
-            ("accuracy_accepted", "in"),
-            ("accuracy_accepted", "in-c"),
-            ("auroc_joint", "out"),
-        )
         known = {(row.metric, row.split) for row in self.rows}
-        return [Measure(metric, split, detected=True) for metric, split in pairs if (metric, split) in known]
+        return [Measure(metric, split, detected=True) for metric, split in _JOINT if (metric, split) in known]
+
+    def threshold_columns(self) -> list[Measure]:
+        """What thresholds from images set aside reject of IN, IN-C and each OUT set; none where none were set aside."""
+        metric = "rejected_calibrated"
+        known = {(row.split, row.dataset) for row in self.rows if row.metric == metric}
+        splits = {split for split, _ in known}
+        columns = [Measure(metric, split, detected=True) for split in ("in", "in-c") if split in splits]
+        outs = [Measure(metric, "out", name, detected=True) for name in self.out_sets() if ("out", name) in known]
+        return columns + outs
+
+    def all_columns(self) -> list[Measure]:
+        """Every metric there is, of OUT sets one by one, and accuracy on each corruption and severity too."""
+        found = [*self.paper_columns(), *self.joint_columns(), *self.threshold_columns()]
+        for row in self.rows:
+            found.append(
+                Measure(row.metric, row.split, row.dataset if row.split == "out" else None, bool(row.detector))
+            )
+        for row in self.rows:
+            if row.metric == "accuracy" and row.corruption is not None:
+                found.append(Measure(row.metric, row.split, None, False, row.corruption, row.severity))
+        return list(dict.fromkeys(found))
 
     def _title(self, scope: str) -> str:
         seeds: dict[str, set[int]] = {}

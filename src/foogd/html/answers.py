@@ -40,9 +40,10 @@ def scores(collection: Collection) -> Html:
     if not body:
         return lead(_without_answers(collection.records))
     text = (
-        "How the scores of IN, IN-C and each OUT set are spread, with the threshold that 95 % of IN pass; and ROC of "
-        "IN against OUT, where the upright line marks 5 % of IN rejected. One seed a method, the images of all clients "
-        "pooled: AUROC and FPR95 may differ from the weighted ones in the tables."
+        "How the scores of IN, IN-C and each OUT set are spread, with the threshold that 95 % of the IN test images "
+        "pass; and ROC of IN against OUT, where the upright line marks 5 % of IN rejected. One seed a method, the "
+        "images of all clients pooled and one threshold for all: AUROC, FPR95 and the share rejected may differ from "
+        "those in the tables above, which are weighted over clients, each with a threshold of its own."
     )
     return join(lead(text), body)
 
@@ -95,7 +96,8 @@ def _card(label: str, seed: int, samples: Samples, name: str, kinds: dict[str, s
         for out, part in outside.items()
     ]  # fmt: skip
     heads = h("thead", h("tr", h("th", "OUT"), h("th", "AUROC"), h("th", "FPR95")))
-    rejected = f"τ rejects {100 * float((shifted > tau).mean()):.1f}\u00a0% of IN-C." if len(shifted) else None
+    share = f"{100 * float((shifted > tau).mean()):.1f}\u00a0%" if len(shifted) else ""
+    rejected = f"Pooled: τ rejects {share} of IN-C." if share else None
     facts = h(
         "div", h("strong", label), h("span", f"{detector_name(name)}, seed {seed}. ", rejected, class_="note"),
         h("table", heads, h("tbody", lines), class_="small") if lines else None, class_="about",

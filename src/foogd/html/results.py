@@ -7,10 +7,23 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ..curves import corruption_values, severities, severity_curve, shifts
-from ..findings import Finding, domain_means, findings, joint_grid, paper_grid, scene_grid, spoken
+from ..findings import (
+    AT_IN,
+    AT_SET_ASIDE,
+    Finding,
+    domain_means,
+    every,
+    findings,
+    images_tested,
+    joint_grid,
+    paper_grid,
+    scene_grid,
+    spoken,
+    threshold_grid,
+)
 from ..published import NOTE, departures, published
 from ..records import Collection, Scene
-from ..report import Cell, Measure, detector_name
+from ..report import Cell, Grid, Measure, detector_name
 from .blocks import NOTHING, by_scene, charts, figure, fine, lead, method_legend, styles, switch
 from .charts import Series, line_chart
 from .markup import Html, h, join
@@ -32,7 +45,14 @@ def _finding(one: Finding) -> Html:
 def results(collection: Collection) -> Html:
     """The paper's layout, a table for each setting, with published numbers below measured ones."""
     grids = [(scene.title, paper_grid(scene)) for scene in collection.scenes] + domain_means(collection)
-    tables = [h("div", h("h3", title) if title else None, grid_table(grid)) for title, grid in grids]
+    images = [images_tested(scene) for scene in collection.scenes]
+    # Said once where all tables rest on the same images, else below each table.
+    alike = len(set(images)) == 1
+    below = [*(["" for _ in images] if alike else images), *("" for _ in grids[len(images) :])]
+    tables = [
+        h("div", h("h3", title) if title else None, grid_table(grid), fine(text) if text else None)
+        for (title, grid), text in zip(grids, below, strict=True)
+    ]
     found = dict.fromkeys((line.method, line.footnote, at) for at, grid in grids for line in grid.lines if line.marks)
     reasons = Counter(method for method, _ in {(method, why) for method, why, _ in found})
     marks: dict[str, dict[str, None]] = {}
@@ -44,7 +64,8 @@ def results(collection: Collection) -> Html:
         "method with the detector that the paper uses for it: the score norm for FOOGD, MSP for all others. FPR95 is "
         "the share of OUT that passes where 95 % of IN do. The best of a column is bold; a click on a head sorts."
     )
-    notes = [fine(NOTE)] if any(grid.has_published for _, grid in grids) else []
+    notes = [fine(images[0])] if alike and images[0] else []
+    notes += [fine(NOTE)] if any(grid.has_published for _, grid in grids) else []
     notes += [fine(f"† {', '.join(methods)}: {why}.") for why, methods in marks.items()]
     return join(lead(text), h("div", tables, class_="stack"), notes)
 
@@ -60,7 +81,7 @@ def detectors(collection: Collection) -> Html:
         for out in report.out_sets():
             for metric in ("auroc", "fpr95"):
                 measure = Measure(metric, "out", out, detected=True)
-                grid = scene_grid(scene, [measure], lambda method, known: known)
+                grid = scene_grid(scene, [measure], every)
                 cells = {(line.method, line.detector): line.cells[0] for line in grid.lines}
                 marks = {line.method: line.footnote for line in grid.lines if line.marks}
                 rows = []
@@ -94,19 +115,27 @@ def joint(collection: Collection) -> Html:
         usual = joint_grid(scene)
         if usual is None:
             return NOTHING
-        every = scene_grid(scene, usual.columns, lambda method, known: known)
-        panels = [("as in the paper", grid_table(usual))]
-        if len(every.lines) > len(usual.lines):
-            panels.append(("all", grid_table(every)))
+        panels = [("as in the paper", join(grid_table(usual), _deployed(threshold_grid(scene))))]
+        whole = scene_grid(scene, usual.columns, every)
+        if len(whole.lines) > len(usual.lines):
+            panels.append(("all", join(grid_table(whole), _deployed(threshold_grid(scene, every)))))
         return switch("Detectors", panels)
 
     body = by_scene(collection, one)
     text = (
-        "Classification and detection at once (Eq. 1 and 2 of the paper). The threshold lets 95 % of IN pass. IN-C "
-        "shows known classes, so what is rejected of it is lost; accuracy is that of what passes. The last column asks "
-        "the detector to tell OUT from IN and IN-C together."
+        "Classification and detection at once (Eq. 1 and 2 of the paper). In %, weighted over clients: "
+        f"{AT_IN}. IN-C shows known classes, so what is rejected of it is lost; accuracy is that of what passes. "
+        "The last column asks the detector to tell OUT from IN and IN-C together."
     )
     return join(lead(text), body) if body else NOTHING
+
+
+def _deployed(grid: Grid | None) -> Html:
+    """What thresholds reject that could be set before any test image is seen; nothing where there are none."""
+    if grid is None:
+        return NOTHING
+    text = f"In %, weighted over clients: {AT_SET_ASIDE}. Of images like those, 5 % would be rejected."
+    return h("div", h("h3", "Thresholds in deployment"), lead(text), grid_table(grid), class_="deployed")
 
 
 def corruptions(collection: Collection) -> Html:
