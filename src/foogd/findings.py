@@ -394,11 +394,14 @@ def images_tested(scene: Scene) -> str:
     for name, kinds in found.items():
         many = f" in each of {len(kinds)} corruptions and severities" if len(kinds) > 1 else ""
         told.append(f"{_range(set.union(*kinds.values()))} {name}{many}")
-    told += [f"{count} of {name} (OUT)" for name, count in _out_images(scene, outs).items()]
-    if not told:
-        return ""
-    who = "Those of all nodes are added up." if any(record.flower for record in records) else ""
-    return f"Test images: {_listed(told)}. {who or 'Every client is asked about all OUT images.'}"
+    sentences = [f"Test images: {_listed(told)}."] if told else []
+    unknown = [f"{count} of {name}" for name, count in _out_images(scene, outs).items()]
+    on_flower = [record.flower for record in records]
+    if unknown:
+        sentences.append(f"OUT images: {_listed(unknown)}{'' if any(on_flower) else ', all of them for every client'}.")
+    if sentences and any(on_flower):
+        sentences.append(f"{'Images' if all(on_flower) else 'In runs on Flower, images'} of all nodes are added up.")
+    return " ".join(sentences)
 
 
 def _out_images(scene: Scene, counted: Mapping[str, set[int]]) -> dict[str, str]:

@@ -24,14 +24,15 @@ WIDTHS = {"phone": 390, "desk": 1280}
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
-    """A page of three methods at two alphas, one method at two settings, with published numbers."""
+    """A page of three methods at two alphas, one method at two settings, with published numbers and thresholds."""
     root = tmp_path_factory.mktemp("runs")
     for alpha in (0.1, 0.5):
         for number, method in enumerate(("fedavg", "fedavg+foogd", "fedrod+foogd")):
             for seed in (0, 1):
                 make_run(root / f"{alpha}-{method}-{seed}", method, seed=seed, alpha=alpha, preset="cifar10", rounds=20,
-                         good=0.04 * ((number + 1) % 3), samples=seed == 0)  # fmt: skip
-        make_run(root / f"{alpha}-m", "fedavg+foogd", alpha=alpha, preset="cifar10", rounds=20, lambda_m=0.1)
+                         good=0.04 * ((number + 1) % 3), samples=seed == 0, calibration=0.05)  # fmt: skip
+        make_run(root / f"{alpha}-m", "fedavg+foogd", alpha=alpha, preset="cifar10", rounds=20, lambda_m=0.1,
+                 calibration=0.05)  # fmt: skip
     page = tmp_path_factory.mktemp("page") / "report.html"
     page.write_text(html_report(collect(find_runs([root])), maps=2))
     return page.as_uri()
