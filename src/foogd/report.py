@@ -521,7 +521,7 @@ class Report:
             severity=column.severity,
         )  # fmt: skip
         printed = None
-        if settings is not None and values and column.severity is None:
+        if settings is not None and values and column.corruption is None:
             printed = published(
                 settings, metric=column.metric, split=column.split, dataset=column.dataset or "",
                 detector=detector if column.detected else "",
