@@ -143,7 +143,9 @@ def test_a_run_says_which_client_is_which_site(own, foogd):
     assert foogd("run", "my.toml", "--out", "a")[0] == 0
     assert json.loads(Path("a/partition.json").read_text())["client_names"] == ["a", "b"]
     lines = Path("a/summary.md").read_text().splitlines()
-    assert [line for line in lines if line.startswith(("| 0 a |", "| 1 b |"))]
+    assert [line[:7] for line in lines if line.startswith(("| 0 ", "| 1 "))] == ["| 0 a |", "| 1 b |"]
+    assert foogd("report", "a", "--out", "page.html")[0] == 0
+    assert re.findall(r">([01] \w)</th>", Path("page.html").read_text()) == ["0 a", "1 b"]
 
 
 @pytest.mark.parametrize("changed", ["training", "test", "out"])
@@ -186,6 +188,8 @@ def test_images_that_are_skipped_are_counted_where_people_look(own, foogd):
         assert sentence in printed
         assert sentence in Path(out, "summary.md").read_text()
         assert json.loads(Path(out, "partition.json").read_text())["skipped"] == {"sites": 1, "strange": 1}
+    assert foogd("report", "first", "--out", "page.html")[0] == 0
+    assert sentence in Path("page.html").read_text()
 
 
 def test_skipping_does_not_leave_out_most_of_a_set_for_its_sizes(own, foogd):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .data.federation import Federation
+from .data.federation import Federation, client_labels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,7 +61,8 @@ def partition_figure(federation: Federation) -> Figure:
         image = axes.imshow(counts, aspect="auto", cmap="cividis")
         figure.colorbar(image, label="training images")
         axes.set_xlabel("class")
-    axes.set_yticks(range(clients), [f"{client} ({int(counts[client].sum())})" for client in range(clients)])
+    labels = client_labels(federation.client_names, clients)
+    axes.set_yticks(range(clients), [f"{name} ({int(own.sum())})" for name, own in zip(labels, counts, strict=True)])
     axes.set_ylim(clients - 0.4, -0.6)
     axes.set_ylabel("client (training images)")
     for side in ("top", "right"):

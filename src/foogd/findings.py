@@ -14,6 +14,7 @@ from .methods import METHODS, make_method, method_fields, split_name
 from .published import DOMAINS, departures
 from .records import Collection, Record, Scene, shown
 from .report import Cell, Grid, Measure, Report, detector_name, paper_detector
+from .runs import skipped_sentence
 
 # Which threshold a number is measured at.
 AT_IN = "each client's threshold lets 95 % of its IN test images pass"
@@ -463,6 +464,12 @@ def _cautions(collection: Collection) -> Iterator[Finding]:
     if leaks:
         named = ", ".join(f"{count} in {name}" for name, count in list(leaks.items())[:4])
         parts.append(f"Training images are in test sets: {named}.")
+    skipped: dict[str, int] = {}
+    for record in records:
+        for name, count in record.partition.get("skipped", {}).items():
+            skipped[name] = max(skipped.get(name, 0), count)
+    if skipped:
+        parts.append(skipped_sentence(skipped))
     parts += collection.notes
     if parts:
         yield Finding("To keep in mind", " ".join(parts), "note")

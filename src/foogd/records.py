@@ -287,13 +287,17 @@ def read_record(folder: Path) -> Record:
         partition.pop(key, None)
     rounds = read_rounds(folder)
     _check(folder / ENVIRONMENT, environment, {"versions": dict})
-    _check(folder / PARTITION, partition, {"data": str, "classes": list, "counts": list, _LEAKS: dict})
+    kinds = {"data": str, "classes": list, "counts": list, "client_names": list, "skipped": dict, _LEAKS: dict}
+    _check(folder / PARTITION, partition, kinds)
     for line in rounds:
         _check(folder / ROUNDS, line, _ROUND)
     if not _is_table(partition.get("counts", [])):
         raise InputError(f"{folder / PARTITION} is damaged: its counts are not one whole number a client and class")
-    if not all(isinstance(count, int) for count in partition.get(_LEAKS, {}).values()):
-        raise InputError(f"{folder / PARTITION} is damaged: its {_LEAKS} are not whole numbers")
+    if len(partition.get("client_names", [])) not in (0, len(partition.get("counts", []))):
+        raise InputError(f"{folder / PARTITION} is damaged: its client_names are not one a client")
+    for key in (_LEAKS, "skipped"):
+        if not all(isinstance(count, int) for count in partition.get(key, {}).values()):
+            raise InputError(f"{folder / PARTITION} is damaged: its {key} are not whole numbers")
     flower = (folder / FLOWER).is_file()
     return Record(folder, settings, environment, rounds, kept, partition, flower=flower)
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from .config import WHERE, Config
 from .data.corrupt import CORRUPTIONS
-from .data.federation import Federation
+from .data.federation import Federation, client_labels
 from .data.leaks import count_leaks
 from .data.readers import Progress
 from .data.sources import load_source
@@ -443,11 +443,6 @@ def skipped_sentence(skipped: Mapping[str, int]) -> str:
     """How many images were left out because they could not be used."""
     counts = ", ".join(f"{count} of {name}" for name, count in skipped.items())
     return f"Images that could not be used and were left out: {counts}."
-
-
-def client_labels(names: Sequence[str], clients: int) -> list[str]:
-    """What tables call the clients: their numbers, and where they are sites, the names too."""
-    return [f"{client} {names[client]}" if names else str(client) for client in range(clients)]
 
 
 def partition_table(federation: Federation) -> Table:

@@ -173,6 +173,11 @@ class Federation:
         )
 
 
+def client_labels(names: Sequence[str], clients: int) -> list[str]:
+    """What tables call the clients: their numbers, and where they are sites, the names too."""
+    return [f"{client} {names[client]}" if names else str(client) for client in range(clients)]
+
+
 def usable_deviation(std: Sequence[float]) -> tuple[float, ...]:
     """Standard deviations to divide by: a constant channel must not divide by 0."""
     return tuple(max(s, 1 / 255) for s in std)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..curves import client_accuracies
+from ..data.federation import client_labels
 from ..records import Collection, Scene
 from .blocks import NOTHING, by_scene, charts, figure, fine, lead, styles
 from .charts import heat_chart, strip_chart
@@ -34,7 +35,8 @@ def partition(collection: Collection) -> Html:
         if counts.shape[1] > MOST_CLASSES:
             note = f"{counts.shape[0]} clients, {counts.shape[1]} classes, at most {counts.max()} images. {text}"
             return charts([figure("Training images", heat_chart("training images by client and class", counts), note)])
-        return join(_counts(counts, names), fine(text) if text else None)
+        labels = client_labels(record.partition.get("client_names", ()), len(counts))
+        return join(_counts(counts, names, labels), fine(text) if text else None)
 
     body = by_scene(collection, one)
     return (
@@ -42,11 +44,11 @@ def partition(collection: Collection) -> Html:
     )
 
 
-def _counts(counts: np.ndarray, names: Sequence[str]) -> Html:
+def _counts(counts: np.ndarray, names: Sequence[str], labels: Sequence[str]) -> Html:
     largest = max(1, int(counts.max()))
     rows = [
         [
-            Shown(str(client), client),
+            Shown(labels[client], client),
             Shown(str(sum(row)), sum(row)),
             *(Shown(str(n) if n else "·", n, tint=100 * n / largest) for n in row),
         ]
