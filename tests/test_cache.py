@@ -114,6 +114,16 @@ def test_files_within_a_folder_are_part_of_the_fingerprint(tmp_path):
     assert cache.fingerprint([folder]) != before
 
 
+def test_copies_of_before_images_were_read_upright_are_made_again(tmp_path, source, monkeypatch):
+    read = Reader(source)
+    with monkeypatch.context() as before:
+        before.setattr(cache, "_FORMAT", 1)
+        opened(tmp_path, source, read)
+    opened(tmp_path, source, read)
+    assert read.calls == 2
+    assert len(list((tmp_path / "root" / FOLDER).iterdir())) == 1
+
+
 def flip(path):
     data = bytearray(path.read_bytes())
     data[-1] ^= 255

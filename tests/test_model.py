@@ -144,6 +144,68 @@ def test_images_come_as_arrays_tensors_and_files_of_any_size(trained, tmp_path):
         assert len(model.predict(picture.convert("RGB"))) == 1
 
 
+def picture_of(size, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+
+
+@pytest.mark.parametrize("size", [(90, 40), (31, 64), (28, 50), (20, 9)])
+def test_a_picture_is_judged_alike_as_file_array_and_picture(trained, tmp_path, size):
+    model, pixels = foogd.load(trained), picture_of(size)
+    Image.fromarray(pixels).save(tmp_path / "file.png")
+    wanted = model.predict(tmp_path / "file.png").score
+    with Image.open(tmp_path / "file.png") as picture:
+        assert torch.equal(model.predict(picture).score, wanted)
+        assert torch.equal(model.predict([picture]).score, wanted)
+    assert torch.equal(model.predict(pixels[None]).score, wanted)
+    assert torch.equal(model.predict([torch.as_tensor(pixels)]).score, wanted)
+    assert torch.equal(model.predict(pixels[None, :, ::-1][:, :, ::-1]).score, wanted)
+    grey = Image.fromarray(pixels).convert("L")
+    grey.save(tmp_path / "grey.png")
+    wanted = model.predict(tmp_path / "grey.png").score
+    assert torch.equal(model.predict(np.asarray(grey)[None]).score, wanted)
+    assert torch.equal(model.predict(grey).score, wanted)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB"])
+@pytest.mark.filterwarnings("error")
+def test_pictures_of_every_mode_are_judged_as_their_file(trained, tmp_path, mode):
+    model = foogd.load(trained)
+    picture = Image.fromarray(picture_of((40, 33)))
+    if mode in ("LA", "RGBA", "PA"):
+        picture.putalpha(Image.fromarray(picture_of((40, 33), 1)[..., 0]))
+    picture = picture.convert("P").convert("PA") if mode == "PA" else picture.convert(mode)
+    name = tmp_path / ("file.tif" if mode in ("CMYK", "YCbCr", "LAB") else "file.png")
+    (picture.convert("RGB") if mode in ("HSV", "PA") else picture).save(name)
+    found = model.predict(picture)
+    assert torch.equal(found.score, model.predict(name).score)
+    if mode == "P":  # by its colours, not by their numbers
+        assert torch.equal(found.score, model.predict(picture.convert("RGB")).score)
+
+
+@pytest.mark.filterwarnings("error")
+def test_arrays_that_cannot_be_written_to_are_taken_without_a_warning(trained):
+    model, pixels = foogd.load(trained), picture_of((28, 28))[None]
+    pixels.flags.writeable = False
+    assert len(model.predict(pixels)) == len(model.predict(np.asarray(Image.fromarray(pixels[0]))[None])) == 1
+
+
+def test_pictures_are_judged_upright(trained, tmp_path):
+    model, pixels = foogd.load(trained), picture_of((40, 33))
+    remark = Image.Exif()
+    remark[0x0112] = 6
+    Image.fromarray(pixels).save(tmp_path / "turned.png", exif=remark)
+    wanted = model.predict(np.rot90(pixels, -1)[None]).score
+    assert torch.equal(model.predict(tmp_path / "turned.png").score, wanted)
+    with Image.open(tmp_path / "turned.png") as picture:
+        assert torch.equal(model.predict(picture).score, wanted)
+
+
+def test_pictures_with_more_than_8_bits_are_refused(trained):
+    deep = Image.fromarray(np.full((30, 30), 40_000, dtype=np.uint16))
+    with pytest.raises(InputError, match="a picture cannot be used: its pixels have the mode I;16"):
+        foogd.load(trained).predict(deep)
+
+
 def test_wrong_questions_are_answered_in_one_sentence(trained, tmp_path):
     model = foogd.load(trained)
     image = np.zeros((1, 28, 28), dtype=np.uint8)

@@ -535,6 +535,39 @@ def test_all_kinds_of_8_bit_images_become_colour(mode):
     assert (found == 255).all()
 
 
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_images_are_read_upright(format, orientation):
+    upright = np.zeros((8, 16, 3), dtype=np.uint8)
+    upright[:, :8, 0], upright[:4, :, 1] = 255, 255
+    stored = {
+        1: upright, 2: upright[:, ::-1], 3: upright[::-1, ::-1], 4: upright[::-1], 5: upright.transpose(1, 0, 2),
+        6: np.rot90(upright), 7: np.rot90(upright.transpose(1, 0, 2), 2), 8: np.rot90(upright, -1),
+    }  # fmt: skip
+    remark = Image.Exif()
+    remark[0x0112] = orientation
+    how = {"JPEG": {"quality": 100, "subsampling": 0}, "WEBP": {"lossless": True}}.get(format, {})
+    found = decoding.decode(encoded(stored[orientation].copy(), format=format, exif=remark, **how))
+    assert found.shape == upright.shape
+    assert np.abs(found.astype(int) - upright).max() < 30
+
+
+def test_a_damaged_remark_does_not_spoil_an_image():
+    colours = pixels(1, 8)[0]
+    assert np.array_equal(decoding.decode(encoded(colours, format="PNG", exif=b"nonsense")), colours)
+
+
+def test_pictures_of_a_dataset_are_read_as_files_are():
+    remark = Image.Exif()
+    remark[0x0112] = 6
+    colours = pixels(1, 8)[0]
+    with Image.open(io.BytesIO(encoded(colours, format="PNG", exif=remark))) as picture:
+        assert np.array_equal(readers.read_dataset([(picture, 0)]).images[0], np.rot90(colours, -1))
+    deep = Image.fromarray(np.full((8, 8), 40_000, dtype=np.uint16))
+    with pytest.raises(InputError, match="the mode I;16, and 8 bits a channel are needed"):
+        readers.read_dataset([(deep, 0)])
+
+
 def test_workers_give_the_same_images_in_the_same_order_as_one_process():
     images = pixels(1200, 8)
     blobs = [encoded(image, format="PNG") for image in images]

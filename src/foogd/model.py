@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .config import Config
+from .data.decode import BadImage, decode, picture_pixels, square_pixels
 from .data.federation import fit_to
 from .data.store import ImageStore
 from .detect import Detector, resolve_detector
@@ -186,9 +188,10 @@ class Model:
         detector: str | None = None,
         tpr: float = 0.95,
     ) -> Predictions:
-        """Label, probability, score and verdict of images: uint8 N×H×W×C or N×H×W, or files.
+        """Label, probability, score and verdict of images: uint8 N×H×W×C or N×H×W, PIL pictures, or files.
 
-        Images of another size are resized as in training. With `client` the client's private part answers.
+        Images of another size are brought to that of the model: shorter side, then the centre as a square. With
+        `client` the client's private part answers.
         """
         name = self._named(detector, client)
         own = self._client(client)
@@ -276,8 +279,11 @@ def _fitted(detector: Detector, sums: Mapping[str, Tensor]) -> Detector:
 
 
 def as_images(images: Any, shape: tuple[int, int, int]) -> Tensor:
-    """uint8 N×H×W×C in the shape that a model takes, from arrays, tensors, pictures or files."""
-    if isinstance(images, str | Path) or type(images).__module__.startswith("PIL."):
+    """uint8 N×H×W×C in the shape that a model takes, from arrays, tensors, pictures or files.
+
+    Where a model takes squares, all of them get the geometry of files: shorter side, then the centre.
+    """
+    if isinstance(images, str | Path) or _is_picture(images):
         images = [images]
     if isinstance(images, Sequence):
         if not images:
@@ -289,21 +295,35 @@ def as_images(images: Any, shape: tuple[int, int, int]) -> Tensor:
         raise InputError(f"images are {found}: uint8 of shape N×H×W×C or N×H×W, or files, are allowed")
     if array.ndim == 3 and array.shape[-1] in (1, 3, 4):
         raise InputError(f"images are {array.shape}: one image needs an axis for N, which is then 1")
-    stack = torch.as_tensor(array)
-    return fit_to(ImageStore(stack, torch.zeros(len(stack), dtype=torch.int64)), shape).images
+    stack = array if array.ndim == 4 else array[..., None]
+    _, height, width = shape
+    if height == width and stack.size and stack.shape[1:3] != (height, width):
+        try:
+            stack = np.stack([square_pixels(pixels, height) for pixels in stack])
+        except BadImage as error:
+            raise InputError(f"an image cannot be used: {error}") from None
+    # torch warns about arrays that cannot be written to.
+    pixels = torch.as_tensor(np.require(stack, requirements=["C", "W"]))
+    return fit_to(ImageStore(pixels, torch.zeros(len(pixels), dtype=torch.int64)), shape).images
+
+
+def _is_picture(item: Any) -> bool:
+    pillow = sys.modules.get("PIL.Image")  # who has a picture has imported it
+    return pillow is not None and isinstance(item, pillow.Image)
 
 
 def _one(item: Any, shape: tuple[int, int, int]) -> Tensor:
-    if not isinstance(item, str | Path):
-        pixels = np.asarray(item.cpu() if isinstance(item, Tensor) else item)
-        return as_images(pixels[None], shape)
-    from .data.decode import BadImage, decode
-
     _, height, width = shape
+    size = height if height == width else None
     try:
-        pixels = decode(str(item), height if height == width else None)
+        if _is_picture(item):
+            pixels = picture_pixels(item, size)
+        elif isinstance(item, str | Path):
+            pixels = decode(str(item), size)
+        else:
+            pixels = np.asarray(item.cpu() if isinstance(item, Tensor) else item)
     except BadImage as error:
-        raise InputError(f"{item} cannot be used: {error}") from None
+        raise InputError(f"{item if isinstance(item, str | Path) else 'a picture'} cannot be used: {error}") from None
     return as_images(pixels[None], shape)
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from .store import ImageStore
 
 FOLDER = ".foogd-cache"
-_FORMAT = 1
+_FORMAT = 2  # 2: images are upright
 _META = "meta.json"
 _DRAFT = ".draft-"
 _ABANDONED = 24 * 3600  # seconds after which a draft has no writer any more

@@ -6,6 +6,7 @@ is no `multiprocessing` child, so that a user's script needs no `if __name__ == 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -24,6 +25,7 @@ MAX_PIXELS = 64_000_000  # a larger image is a mistake or an attack on memory
 _CHUNK = 250  # images a job
 _FEW = 1000  # so few images are decoded before workers have started
 _MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB"}  # 8 bits a channel or fewer
+_ORIENTATION = 0x0112  # the remark of a camera about how it was held
 
 
 class BadImage(ValueError):
@@ -31,27 +33,57 @@ class BadImage(ValueError):
 
 
 def decode(source: bytes | str, size: int | None = None) -> Any:
-    """H×W×3 uint8 pixels of an encoded image or of the file with this name.
+    """H×W×3 uint8 pixels of an encoded image or of the file with this name, upright.
 
     With `size` the shorter side is made so long (bilinear), and the centre is cut out as a square.
     """
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
-    try:
+    with _one_error():
         data = source if isinstance(source, bytes) else Path(source).read_bytes()
         if not data:
             raise BadImage("it is empty")
         with Image.open(io.BytesIO(data)) as image:
-            width, height = image.size
-            if width * height > MAX_PIXELS:
-                raise BadImage(f"it has {width}×{height} pixels, and {MAX_PIXELS:,} is the most that is read")
-            if image.mode not in _MODES:
-                raise BadImage(f"its pixels have the mode {image.mode}, and 8 bits a channel are needed")
-            # Pillow warns unless such palettes become RGBA first.
-            rgb = (image.convert("RGBA") if "transparency" in image.info else image).convert("RGB")
+            return picture_pixels(image, size)
+
+
+def picture_pixels(picture: Any, size: int | None = None) -> Any:
+    """The pixels of a PIL picture, the same as those of the file that it was read from."""
+    with _one_error():
+        rgb = as_rgb(picture)
         if size is not None and rgb.size != (size, size):
             rgb = square(rgb, size)
         return np.array(rgb)
+
+
+def as_rgb(picture: Any) -> Any:
+    """A PIL picture of any mode with 8 bits a channel in colour and upright; what says how clear it is goes."""
+    width, height = picture.size
+    if width * height > MAX_PIXELS:
+        raise BadImage(f"it has {width}×{height} pixels, and {MAX_PIXELS:,} is the most that is read")
+    if picture.mode not in _MODES:
+        raise BadImage(f"its pixels have the mode {picture.mode}, and 8 bits a channel are needed")
+    upright = _upright(picture)
+    # Pillow warns unless such palettes become RGBA first.
+    return (upright.convert("RGBA") if "transparency" in upright.info else upright).convert("RGB")
+
+
+def _upright(picture: Any) -> Any:
+    from PIL import ImageOps
+
+    picture.load()  # some formats are turned by Pillow itself, and say afterwards that they are upright
+    try:
+        return ImageOps.exif_transpose(picture) if picture.getexif().get(_ORIENTATION, 1) != 1 else picture
+    except Exception:  # a damaged remark about an image does not spoil the image
+        return picture
+
+
+@contextlib.contextmanager
+def _one_error() -> Iterator[None]:
+    from PIL import UnidentifiedImageError
+
+    try:
+        yield
     except BadImage:
         raise
     except UnidentifiedImageError:
@@ -72,6 +104,18 @@ def square(rgb: Any, size: int) -> Any:
         raise BadImage(f"it has {width}×{height} pixels, too long and thin to be made {size} wide")
     left, top = round((new[0] - size) / 2), round((new[1] - size) / 2)
     return rgb.resize(new, Image.Resampling.BILINEAR).crop((left, top, left + size, top + size))
+
+
+def square_pixels(pixels: Any, size: int) -> Any:
+    """The same of uint8 pixels H×W×C of any number of channels."""
+    from PIL import Image
+
+    if pixels.shape[:2] == (size, size):
+        return pixels
+    if pixels.shape[2] == 3:
+        return np.array(square(Image.fromarray(pixels), size))
+    channels = (np.ascontiguousarray(pixels[..., channel]) for channel in range(pixels.shape[2]))
+    return np.stack([np.array(square(Image.fromarray(channel), size)) for channel in channels], axis=2)
 
 
 def _attempt(source: bytes | str, size: int | None) -> Any:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from ..errors import InputError
-from .decode import decode_many, square
+from .decode import as_rgb, decode_many, square_pixels
 from .matlab import read_matlab
 from .plain_pickle import read_plain_pickle
 from .store import ImageStore, one_line, said_by_numpy
@@ -350,14 +350,14 @@ def read_tree(
     parts = {path.name.lower(): path for path in inside}
     held_out = [name for name in _HELD_OUT if name in parts]
     loose = _images_in(folder)
-    if loose and inside and any(_images_below(path) for path in inside):
+    if loose and inside and any(images_below(path) for path in inside):
         raise InputError(f"{folder} has images beside folders of images; give each class a folder, or none.")
     if loose or not inside:
         files = [(path, 0) for path in loose]
         return _read_files(folder, files, ("all",), None, size, on_bad, progress, skipped)
     if "train" not in parts:
         classes = tuple(path.name for path in inside)
-        files = [(path, label) for label, own in enumerate(inside) for path in _images_below(own)]
+        files = [(path, label) for label, own in enumerate(inside) for path in images_below(own)]
         return _read_files(folder, files, classes, None, size, on_bad, progress, skipped)
     if len(held_out) != 1 or len(parts) != 2:
         raise InputError(
@@ -367,7 +367,7 @@ def read_tree(
     classes = tuple(sorted({path.name for half in halves for path in _subfolders(half)}))
     files, test = [], []
     for half in halves:
-        own = [(path, classes.index(sub.name)) for sub in _subfolders(half) for path in _images_below(sub)]
+        own = [(path, classes.index(sub.name)) for sub in _subfolders(half) for path in images_below(sub)]
         files += own
         test += [half is halves[1]] * len(own)
     return _read_files(folder, files, classes, test, size, on_bad, progress, skipped)
@@ -382,7 +382,7 @@ def read_flat(
     skipped: list[str] | None = None,
 ) -> ImageStore:
     """All images below a folder as one class: the OUT sets LSUN-C, LSUN-R and iSUN."""
-    files = [(path, 0) for path in _images_below(folder)]
+    files = [(path, 0) for path in images_below(folder)]
     return _read_files(folder, files, ("all",), None, size, on_bad, progress, skipped)
 
 
@@ -397,7 +397,7 @@ def read_tinyimagenet(
     """TinyImageNet: train/CLASS/images, and val with val_annotations.txt (or a folder a class) as the test part."""
     train = _subfolders(folder / "train")
     classes = tuple(path.name for path in train)
-    files = [(path, label) for label, own in enumerate(train) for path in _images_below(own)]
+    files = [(path, label) for label, own in enumerate(train) for path in images_below(own)]
     count = len(files)
     annotations = folder / "val" / "val_annotations.txt"
     if annotations.is_file():
@@ -413,7 +413,7 @@ def read_tinyimagenet(
         for own in _subfolders(folder / "val"):
             if own.name not in classes:
                 raise InputError(f"{folder / 'val'} has no val_annotations.txt, and {own.name} is no class of train.")
-            files += [(path, classes.index(own.name)) for path in _images_below(own)]
+            files += [(path, classes.index(own.name)) for path in images_below(own)]
     if not count or len(files) == count:
         raise InputError(f"{folder} has {count} training and {len(files) - count} validation images; both are needed.")
     test = [index >= count for index in range(len(files))]
@@ -440,7 +440,7 @@ def read_tinyimagenet_c(
         own = [
             (path, classes.index(sub.name))
             for sub in _subfolders(folder / name / str(level))
-            for path in _images_below(sub)
+            for path in images_below(sub)
         ]
         if not own:
             raise InputError(f"{folder / name / str(level)} holds no images.")
@@ -461,7 +461,7 @@ def read_sites(
     sites = _subfolders(folder)
     if _images_in(folder) or any(_images_in(site) for site in sites):
         raise InputError(f"{folder} has images outside of SITE/CLASS folders; each belongs into a class of a site.")
-    held = [[(path, sub.name) for sub in _subfolders(site) for path in _images_below(sub)] for site in sites]
+    held = [[(path, sub.name) for sub in _subfolders(site) for path in images_below(sub)] for site in sites]
     classes = tuple(sorted({name for own in held for _, name in own}))  # an empty folder is no class
     files: list[tuple[Path, int]] = []
     domains: list[int] = []
@@ -524,7 +524,7 @@ def read_pacs(
         if not inside or strange:
             held = ", ".join(strange) or "no folder"
             raise InputError(f"{folder / domain} holds {held}; the classes of PACS are {', '.join(PACS_CLASSES)}.")
-        own = [(path, PACS_CLASSES.index(sub.name)) for sub in inside for path in _images_below(sub)]
+        own = [(path, PACS_CLASSES.index(sub.name)) for sub in inside for path in images_below(sub)]
         files += own
         domains += [number] * len(own)
     return _read_files(folder, files, PACS_CLASSES, None, size, on_bad, progress, skipped, domains, PACS_DOMAINS)
@@ -541,7 +541,8 @@ def _images_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if _is_image(path.name) and path.is_file())
 
 
-def _images_below(folder: Path) -> list[Path]:
+def images_below(folder: Path) -> list[Path]:
+    """All images below a folder in the order of their names, without hidden files and folders."""
     found = []
     for place, inside, names in os.walk(folder):
         inside[:] = [name for name in inside if not name.startswith(".")]
@@ -726,7 +727,8 @@ def _item_pixels(image: Any, size: int | None) -> Any:
     from PIL import Image
 
     if isinstance(image, Image.Image):
-        pixels = np.array(image if image.mode in ("L", "RGB") else image.convert("RGB"))
+        rgb = as_rgb(image)
+        pixels = np.array(rgb.convert("L") if image.mode == "L" else rgb)
     elif isinstance(image, torch.Tensor):
         pixels = image.detach().cpu().numpy()
         if pixels.ndim == 3 and pixels.shape[0] in (1, 3):
@@ -743,11 +745,7 @@ def _item_pixels(image: Any, size: int | None) -> Any:
         pixels = np.round(pixels * 255).astype(np.uint8)
     if pixels.dtype != np.uint8:
         raise InputError(f"its type is {pixels.dtype}, and uint8 is needed")
-    if size is None or pixels.shape[:2] == (size, size):
-        return pixels
-    grey = pixels.shape[2] == 1
-    resized = np.array(square(Image.fromarray(pixels[..., 0] if grey else pixels), size))
-    return resized[..., None] if grey else resized
+    return pixels if size is None else square_pixels(pixels, size)
 
 
 def named(
