@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from foogd.errors import InputError
-from foogd.metrics import Ordered, accuracy, aupr, auroc, fpr95_swapped, fpr_at_tpr, threshold_at_tpr
+from foogd.metrics import Ordered, accuracy, aupr, auroc, fpr95_swapped, fpr_at_tpr, needed_for_tpr, threshold_at_tpr
 
 few_values = st.lists(st.integers(-3, 3), min_size=1, max_size=40)
 floats = st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=40)
@@ -162,3 +162,13 @@ def test_scores_that_were_sorted_once_give_the_same_numbers(rng: torch.Generator
         assert metric(Ordered(inside), many) == pytest.approx(metric(inside, outside.repeat(3)), abs=1e-15)
         several = Ordered.repeated(Ordered(inside), 2)
         assert metric(several, outside) == pytest.approx(metric(inside.repeat(2), outside), abs=1e-15)
+
+
+def test_how_many_scores_a_share_needs_is_not_a_matter_of_rounding():
+    for tpr, wanted in ((0.5, 2), (0.8, 5), (0.9, 10), (0.95, 20), (0.97, 34), (0.99, 100), (0.999, 1000), (1.0, 1)):
+        assert needed_for_tpr(tpr) == wanted
+        scores = torch.arange(wanted, dtype=torch.float64)
+        above = int((scores > threshold_at_tpr(scores, tpr)).sum())
+        assert above == (1 if tpr < 1 else 0)
+        if wanted > 1:
+            assert threshold_at_tpr(scores[:-1], tpr) == scores[-2]

@@ -186,7 +186,11 @@ def test_pictures_of_every_mode_are_judged_as_their_file(trained, tmp_path, mode
 def test_arrays_that_cannot_be_written_to_are_taken_without_a_warning(trained):
     model, pixels = foogd.load(trained), picture_of((28, 28))[None]
     pixels.flags.writeable = False
-    assert len(model.predict(pixels)) == len(model.predict(np.asarray(Image.fromarray(pixels[0]))[None])) == 1
+    torch.set_warn_always(True)  # else only the first such array of a process is warned about
+    try:
+        assert len(model.predict(pixels)) == len(model.predict(Image.fromarray(pixels[0]))) == 1
+    finally:
+        torch.set_warn_always(False)
 
 
 def test_pictures_are_judged_upright(trained, tmp_path):
@@ -211,9 +215,13 @@ def test_wrong_questions_are_answered_in_one_sentence(trained, tmp_path):
     image = np.zeros((1, 28, 28), dtype=np.uint8)
     with pytest.raises(InputError, match="clients 0 to 2"):
         model.predict(image, client=3)
-    with pytest.raises(InputError, match=r"react.*not possible.*msp, energy"):
+    with pytest.raises(InputError, match=r"'react' is not possible without a client: .*--detector react adds it.*msp"):
         model.predict(image, detector="react")
-    with pytest.raises(InputError, match=r"knn.*without a client"):
+    with pytest.raises(InputError, match=r"'react' is not possible as client 1: .*--detector react adds it.*knn"):
+        model.predict(image, detector="react", client=1)
+    with pytest.raises(InputError, match=r"'nothing' is not possible .*: no detector has this name here; .*msp"):
+        model.predict(image, detector="nothing")
+    with pytest.raises(InputError, match=r"'knn' is not possible without a client: .* client from 0 to 2; .* msp"):
         model.predict(image, detector="knn")
     with pytest.raises(InputError, match="float32"):
         model.predict(image.astype(np.float32))
@@ -232,6 +240,93 @@ def test_wrong_questions_are_answered_in_one_sentence(trained, tmp_path):
         model.predict(tmp_path / "broken.png")
     with pytest.raises(InputError, match="not a run folder"):
         foogd.load(tmp_path)
+
+
+@pytest.mark.parametrize("client", [[1], True, 1.0, "1", -1, 3, {}, np.array([1]), float("nan")])
+def test_only_numbers_of_clients_are_clients(trained, client):
+    model, image = foogd.load(trained), np.zeros((1, 28, 28), dtype=np.uint8)
+    for ask in (lambda: model.predict(image, client=client), lambda: model.threshold(client=client)):
+        with pytest.raises(InputError, match="this run has the clients 0 to 2"):
+            ask()
+    found = model.predict(image, client=np.int64(1))
+    assert torch.equal(found.score, model.predict(image, client=1).score)
+    assert type(found.client) is int
+
+
+@pytest.mark.parametrize("tpr", ["0.9", None, True, 0, 0.0, -0.5, 1.01, float("nan"), float("inf"), [0.9], 0.9j])
+def test_only_shares_are_shares(trained, tpr):
+    model, image = foogd.load(trained), np.zeros((1, 28, 28), dtype=np.uint8)
+    for ask in (model.predict, model.is_out):
+        with pytest.raises(InputError, match="above 0 and at most 1"):
+            ask(image, tpr=tpr)
+    with pytest.raises(InputError, match="above 0 and at most 1"):
+        model.threshold(tpr=tpr)
+    assert model.threshold(tpr=1) == model.threshold(tpr=np.float32(1))
+
+
+@pytest.mark.parametrize("detector", [["energy"], 1, b"energy", {"energy"}])
+def test_only_names_are_detectors(trained, detector):
+    with pytest.raises(InputError, match="a name is needed, one of msp, energy"):
+        foogd.load(trained).predict(np.zeros((1, 28, 28), dtype=np.uint8), detector=detector)
+
+
+@pytest.mark.parametrize("folder", [None, 3, ["runs/a"], b"runs/a"])
+def test_only_paths_are_run_folders(folder):
+    with pytest.raises(InputError, match="a path is needed"):
+        foogd.load(folder)
+
+
+def edited(trained, tmp_path, **changes):
+    """A copy of a run whose model.json somebody has changed."""
+    copy = tmp_path / "copy"
+    if not copy.exists():
+        shutil.copytree(trained, copy)
+    about = json.loads((trained / "model" / "model.json").read_text())
+    (copy / "model" / "model.json").write_text(json.dumps(about | changes))
+    return copy
+
+
+WRONG = ("x", None, True, -1, 1.5, [], {}, ["x", 1], [1, 2, 3, 4], [[1]], [None], float("nan"), [float("nan")], "\0")
+
+
+@pytest.mark.parametrize("key", ["round", "clients", "shape", "classes", "mean", "std", "detectors", "file", "sha256"])
+def test_a_description_that_was_changed_ends_in_one_sentence(trained, tmp_path, foogd_command, key):
+    Image.new("L", (28, 28)).save(tmp_path / "black.png")
+    for value in WRONG:
+        if key == "detectors" and value == []:
+            continue  # a model without detectors is whole, and says so when it is asked
+        with pytest.raises(InputError, match=r"model\.json|damaged"):
+            foogd.load(edited(trained, tmp_path, **{key: value}))
+    code, _, err = foogd_command("predict", tmp_path / "copy", tmp_path / "black.png")
+    assert code == 2
+    assert err.count("\n") == 1
+    assert "damaged" in err or "cannot be read" in err
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"clients": 9}, "clients is 9, and the model holds 3"),
+        ({"clients": 2}, "clients is 2, and the model holds 3"),
+        ({"std": [1.0, 1.0, 1.0, 1.0]}, "a number above 0 for each channel is needed"),
+        ({"std": [0.0]}, "a number above 0 for each channel is needed"),
+        ({"classes": ["one"]}, "classes has 1 names, and the model 8"),
+        ({"detectors": ["msp", "energy"]}, "detectors names 2, and the model has more"),
+        ({"shape": [3, 28, 28], "mean": [0.5] * 3, "std": [0.5] * 3}, "does not fit its configuration"),
+    ],
+)
+def test_a_description_of_another_model_is_found(trained, tmp_path, changes, sentence):
+    with pytest.raises(InputError, match=sentence):
+        foogd.load(edited(trained, tmp_path, **changes))
+
+
+def test_a_detector_that_was_not_fitted_spoils_only_itself(trained, tmp_path):
+    names = json.loads((trained / "model" / "model.json").read_text())["detectors"]
+    names[names.index("energy")] = "gaussian"
+    model, image = foogd.load(edited(trained, tmp_path, detectors=names)), np.zeros((1, 28, 28), dtype=np.uint8)
+    assert len(model.predict(image)) == 1
+    with pytest.raises(InputError, match="not fitted for gaussian"):
+        model.predict(image, detector="gaussian")
 
 
 def test_a_damaged_or_missing_model_is_named(trained, tmp_path):
@@ -301,6 +396,73 @@ def test_the_command_prints_a_table_json_and_csv(trained, tmp_path, foogd_comman
     assert "gone.png does not exist" in err
 
 
+def test_the_command_says_how_many_images_a_threshold_rests_on(trained, tmp_path, foogd_command):
+    Image.new("L", (28, 28)).save(tmp_path / "black.png")
+    counts = [len(own) for own in federation_of(trained).calibration_indices]
+    model = foogd.load(trained)
+    assert model.predict(tmp_path / "black.png", client=2).calibrated == counts[2]
+    assert model.predict(tmp_path / "black.png").calibrated == sum(counts)
+
+    def ask(*words):
+        code, out, err = foogd_command("predict", trained, tmp_path / "black.png", *words)
+        assert code == 0
+        return out, err
+
+    for client, wanted in ((None, sum(counts)), (1, counts[1])):
+        words = () if client is None else ("--client", client)
+        whose = "all clients" if client is None else "client 1"
+        out, _ = ask(*words)
+        assert f"{wanted} images of {whose}" in " ".join(out.split())
+        found = json.loads(ask(*words, "--format", "json")[0])
+        assert (found["client"], found["calibrated"], found["calibrated_by"]) == (client, wanted, client)
+        assert [row["calibrated"] for row in csv.DictReader(io.StringIO(ask(*words, "--format", "csv")[0]))] == [
+            str(wanted)
+        ]
+        # Just enough images for a share, and one too few.
+        enough, too_few = (1 - 1 / count for count in (wanted, wanted + 1))
+        assert ask(*words, "--tpr", int(enough * 1000) / 1000)[1] == ""
+        _, err = ask(*words, "--tpr", f"{too_few:.6f}")
+        assert f"rests on {wanted} images of {whose}: --tpr {too_few:.6f} needs at least" in err
+        assert err.count("\n") == 1
+    assert ask("--tpr", "1")[1] == ""
+
+
+def test_hidden_files_are_no_images(trained, tmp_path, foogd_command):
+    for name in ("a.png", "._a.png", ".hidden/b.png", "deep/c.png"):
+        (tmp_path / "set" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (28, 28)).save(tmp_path / "set" / name)
+    (tmp_path / "set" / "._a.png").write_bytes(b"no image")
+    _, out, _ = foogd_command("predict", trained, tmp_path / "set", "--format", "json")
+    assert [row["file"] for row in json.loads(out)["images"]] == [
+        str(tmp_path / "set" / name) for name in ("a.png", "deep/c.png")
+    ]
+
+
+def test_images_that_cannot_be_read_are_skipped_where_that_is_asked_for(trained, tmp_path, foogd_command):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for name in ("a.png", "c.png"):
+        Image.new("L", (28, 28), 9).save(folder / name)
+    (folder / "b.png").write_bytes(b"no image")
+    code, out, err = foogd_command("predict", trained, folder)
+    assert (code, out) == (2, "")
+    assert "b.png cannot be used" in err
+    gone = tmp_path / "gone.png"
+    words = ("--on-bad", "skip", "--format", "json", "--tpr", 0.5)
+    code, out, err = foogd_command("predict", trained, folder, gone, *words)
+    assert code == 0
+    assert [row["file"] for row in json.loads(out)["images"]] == [str(folder / "a.png"), str(folder / "c.png")]
+    assert [line.split(":")[0] for line in err.splitlines()] == ["foogd", "foogd"]
+    assert "b.png cannot be used: it is not an image of a known format; it is left out" in err
+    assert "gone.png does not exist" in err
+    code, out, err = foogd_command("predict", trained, folder / "b.png", "--on-bad", "skip")
+    assert (code, out) == (2, "")
+    assert "none of the images can be used" in err
+    code, _, err = foogd_command("predict", trained, folder, "--on-bad", "ignore")
+    assert code == 2
+    assert "--on-bad 'ignore' is not allowed: use error or skip" in err
+
+
 @pytest.mark.parametrize("method", ["fedt3a", "fedthe", "fedicon", "foster", "fedbn"])
 def test_methods_with_private_or_test_time_parts_can_be_loaded(method, tmp_path):
     folder = start(tmp_path / "run", method, "detectors=msp,energy")
@@ -341,8 +503,10 @@ def test_a_model_whose_only_detector_is_local_says_so(tmp_path):
     folder = start(tmp_path / "run", "fedavg", "detectors=knn")
     model, image = foogd.load(folder), np.zeros((1, 28, 28), dtype=np.uint8)
     assert len(model.predict(image, client=0)) == 1
-    with pytest.raises(InputError, match="without a client; it has knn"):
+    with pytest.raises(InputError, match=r"can be used without a client: knn: .* give a client from 0 to 2"):
         model.predict(image)
+    with pytest.raises(InputError, match="the method fedavg has no part that it asks for; no other is possible"):
+        model.predict(image, detector="score_norm")
 
 
 def test_a_missing_detector_of_your_own_spoils_only_itself(tmp_path):

@@ -7,7 +7,9 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, final
 
@@ -30,14 +32,15 @@ from .cli_flower import flower_app
 from .cli_parts import Set, console, make_app, open_or_create, rich_table, whole_number
 from .cli_report import add_report_commands
 from .cli_study import add_study_commands
-from .data.readers import IMAGE_SUFFIXES
+from .data.readers import IMAGE_SUFFIXES, images_below
 from .detect import DETECTORS, Detector
 from .engine.eager import resolve_device
 from .errors import InputError
 from .flower.options import on_flower
 from .methods import FOOGD, METHODS, make_method, method_names
 from .methods.base import Method
-from .model import load
+from .metrics import needed_for_tpr
+from .model import as_images, load
 from .report import Report
 from .runs import Run, environment, read_rows, skipped_sentence, write_atomic
 from .settings import parse_assignments, read_preset, read_run_config, resolve
@@ -167,25 +170,40 @@ def predict(
     client: Annotated[str | None, typer.Option(metavar="N", help="Answer as this client; default: as nobody.")] = None,
     detector: Annotated[str | None, typer.Option(help="The detector that decides; see foogd detectors.")] = None,
     tpr: Annotated[str, typer.Option(metavar="SHARE", help="Share of IN that the threshold accepts.")] = "0.95",
+    on_bad: Annotated[str, typer.Option(help="What an image that cannot be read does: error or skip.")] = "error",
     form: Annotated[str, typer.Option("--format", help="table, json or csv.")] = "table",
 ) -> None:
     """Label, probability, score and verdict of images. Example: foogd predict runs/a image.png --format json"""
     if form not in ("table", "json", "csv"):
         raise InputError(f"--format {form!r} is not allowed: use table, json or csv")
+    if on_bad not in ("error", "skip"):
+        raise InputError(f"--on-bad {on_bad!r} is not allowed: use error or skip")
+    accepted = share("--tpr", tpr)
     model = load(run_dir)
     chosen = None if client is None else whole_number("--client", client, 0)
-    names = [name for file in files for name in image_files(file)]
-    found = model.predict(names, client=chosen, detector=detector, tpr=share("--tpr", tpr))
+    model.threshold(detector, client=chosen)  # what cannot be asked is found before images are read
+    names, images = read_images(files, model.shape, skip=on_bad == "skip")
+    found = model.predict(images, client=chosen, detector=detector, tpr=accepted)
     rows = [{"file": str(name), **row} for name, row in zip(names, found.rows(), strict=True)]
+    whose = "all clients" if found.calibrated_by is None else f"client {found.calibrated_by}"
     if form == "json":
-        about = {"run": str(run_dir), "detector": found.detector, "tpr": float(tpr), "images": rows}
+        about = {
+            "run": str(run_dir),
+            "client": found.client,
+            "detector": found.detector,
+            "tpr": accepted,
+            "calibrated": found.calibrated,
+            "calibrated_by": found.calibrated_by,
+            "images": rows,
+        }
         print(json.dumps(about, indent=2))
     elif form == "csv":
         writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
     else:
-        grid = RichTable(title=f"{found.detector}, larger = more OUT", title_justify="left")
+        rests = f"; the threshold rests on {found.calibrated} images of {whose}" if found.calibrated else ""
+        grid = RichTable(title=f"{escape(found.detector)}, larger = more OUT{rests}", title_justify="left")
         for index, name in enumerate(("file", "label", "probability", "score", "threshold", "verdict")):
             grid.add_column(name, justify="left" if index < 2 else "right", overflow="fold")
         for row in rows:
@@ -196,15 +214,43 @@ def predict(
     if found.out is None:
         text = f"no verdict: {run_dir} set no images aside for a threshold; train with --set calibration=0.05"
         print(f"foogd: {text}", file=sys.stderr)
+    elif found.calibrated < (needed := needed_for_tpr(accepted)):
+        text = f"the threshold rests on {found.calibrated} images of {whose}: --tpr {tpr} needs at least {needed}"
+        print(f"foogd: {text}; until then it is the largest score among them", file=sys.stderr)
+
+
+def read_images(places: list[Path], shape: tuple[int, int, int], *, skip: bool) -> tuple[list[Path], torch.Tensor]:
+    """The images of files and folders in a model's shape; with `skip` those that cannot be used are only named."""
+
+    def attempt(read: Callable[[Path], Any], place: Path) -> Any:
+        try:
+            return read(place)
+        except InputError as error:
+            if not skip:
+                raise
+            print(f"foogd: {' '.join(str(error).split())}; it is left out", file=sys.stderr)
+            return None
+
+    names: list[Path] = []
+    images: list[torch.Tensor] = []
+    for place in places:
+        for name in attempt(image_files, place) or ():
+            pixels = attempt(partial(as_images, shape=shape), name)
+            if pixels is not None:
+                names.append(name)
+                images.append(pixels)
+    if not names:
+        raise InputError("none of the images can be used: nothing is left to judge")
+    return names, torch.cat(images)
 
 
 def image_files(place: Path) -> list[Path]:
-    """An image file itself, or all images below a folder in the order of their names."""
+    """An image file itself, or all images below a folder that a run would train on."""
     if not place.is_dir():
         if not place.exists():
             raise InputError(f"{place} does not exist: give image files, or folders of them")
         return [place]
-    found = sorted(path for path in place.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
+    found = images_below(place)
     if not found:
         raise InputError(f"{place} holds no images ({', '.join(sorted(IMAGE_SUFFIXES))})")
     return found

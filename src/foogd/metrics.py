@@ -83,6 +83,12 @@ def threshold_at_tpr(in_scores: Scores, tpr: float = 0.95) -> float:
     return float(inside.values[rank - 1])
 
 
+def needed_for_tpr(tpr: float) -> int:
+    """The fewest IN scores of which one can lie above τ, ⌈1 / (1 - tpr)⌉; for 1 any number does, as none shall."""
+    left = 1 - Fraction(repr(float(tpr)))
+    return math.ceil(1 / left) if left else 1
+
+
 def fpr_at_tpr(in_scores: Scores, out_scores: Scores, tpr: float = 0.95) -> float:
     """The share of OUT accepted (score ≤ τ) when the share `tpr` of IN is: FPR95, with IN as the positive class."""
     tau = threshold_at_tpr(in_scores, tpr)

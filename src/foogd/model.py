@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import math
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +21,7 @@ from .config import Config
 from .data.decode import BadImage, decode, picture_pixels, square_pixels
 from .data.federation import fit_to
 from .data.store import ImageStore
-from .detect import Detector, resolve_detector
+from .detect import DETECTORS, Detector, resolve_detector
 from .engine.arena import Layout
 from .engine.eager import build_nets, resolve_device
 from .engine.rng import Streams
@@ -33,7 +36,17 @@ if TYPE_CHECKING:
 
 MODEL = "model"  # the folder within that of the run
 ABOUT = "model.json"
-KEYS = {"round", "clients", "shape", "classes", "mean", "std", "detectors", "file", "sha256"}
+KEYS = {
+    "round": "a whole number",
+    "clients": "a whole number",
+    "shape": "three whole numbers above 0",
+    "classes": "a list of names",
+    "mean": "a number for each channel",
+    "std": "a number above 0 for each channel",
+    "detectors": "a list of names, each once",
+    "file": "a text",
+    "sha256": "a text",
+}
 PREFERRED = ("score_norm", "energy", "msp")  # the detector that a verdict rests on, where nobody chooses one
 
 
@@ -49,6 +62,9 @@ class Predictions:
     out: Bool[Tensor, " n"] | None  # IsOUT(x) of Eq. 9: the score is above the threshold
     threshold: float | None
     detector: str
+    client: int | None  # who answered; None: the model of nobody in particular
+    calibrated: int  # images that the threshold rests on
+    calibrated_by: int | None  # the client that set them aside; None: all clients
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -57,8 +73,9 @@ class Predictions:
         """One dictionary an image, of plain numbers and words."""
         verdicts = [None] * len(self) if self.out is None else ["OUT" if out else "IN" for out in self.out.tolist()]
         columns = zip(self.labels, self.probability.tolist(), self.score.tolist(), verdicts, strict=True)
+        shared = {"threshold": self.threshold, "calibrated": self.calibrated}
         return [
-            {"label": label, "probability": p, "score": s, "threshold": self.threshold, "verdict": verdict}
+            {"label": label, "probability": p, "score": s, **shared, "verdict": verdict}
             for label, p, s, verdict in columns
         ]
 
@@ -130,11 +147,13 @@ class Model:
             except InputError as error:  # a file of the user's own that is not here: all others still work
                 self._broken[name] = str(error)
         places = {name: self._names.index(name) for name in fresh}
-        common = {
-            name: _fitted(detector, _below(self._tensors, f"detector.{places[name]}."))
-            for name, detector in fresh.items()
-            if not detector.local
-        }
+        common = {}
+        for name, detector in fresh.items():
+            if not detector.local:
+                try:
+                    common[name] = _fitted(detector, _below(self._tensors, f"detector.{places[name]}."))
+                except (LookupError, ValueError, RuntimeError):
+                    self._broken[name] = f"{folder / MODEL / ABOUT} is damaged: the model was not fitted for {name}"
         self._of: dict[int | None, _Client] = {}
         for client, mine in own_tensors.items():
             own = {}
@@ -172,12 +191,9 @@ class Model:
 
         A client that set none aside has the threshold of all; None where nobody did.
         """
-        name = self._named(detector, client)
-        scores = self._calibration("generic" if client is None else "calibration", name)
-        if not scores:
-            return None
-        own = [scores[client]] if client in scores else list(scores.values())
-        return threshold_at_tpr(torch.cat(own), tpr)
+        checked_tpr(tpr)
+        scores, _ = self._aside(self._named(detector, client), client)
+        return None if scores is None else threshold_at_tpr(scores, tpr)
 
     @torch.no_grad()
     def predict(
@@ -193,6 +209,7 @@ class Model:
         Images of another size are brought to that of the model: shorter side, then the centre as a square. With
         `client` the client's private part answers.
         """
+        checked_tpr(tpr)
         name = self._named(detector, client)
         own = self._client(client)
         self._personal.copy_(own.personal)
@@ -208,7 +225,8 @@ class Model:
         probability = torch.cat([best.values for best, _ in parts]).cpu()
         classes = torch.cat([best.indices for best, _ in parts]).cpu()
         score = torch.cat([scores for _, scores in parts]).cpu()
-        tau = self.threshold(name, client=client, tpr=tpr)
+        aside, owner = self._aside(name, client)
+        tau = None if aside is None else threshold_at_tpr(aside, tpr)
         return Predictions(
             labels=tuple(self.classes[c] for c in classes.tolist()),
             classes=classes,
@@ -217,6 +235,9 @@ class Model:
             out=None if tau is None else score > tau,
             threshold=tau,
             detector=name,
+            client=None if client is None else int(client),
+            calibrated=0 if aside is None else len(aside),
+            calibrated_by=owner,
         )
 
     def is_out(self, images: Any, **choices: Any) -> Bool[Tensor, " n"]:
@@ -229,24 +250,60 @@ class Model:
         return found
 
     def _client(self, client: int | None) -> _Client:
-        if client not in self._of:
+        # True and 1.0 would find the client 1 in a dictionary.
+        number = isinstance(client, int | np.integer) and not isinstance(client, bool)
+        if client is not None and (not number or client not in self._of):
             known = f"the clients 0 to {self.clients - 1}" if self.clients else "its private parts on its nodes only"
             raise InputError(f"client is {client!r}; this run has {known}")
         return self._of[client]
 
     def _named(self, detector: str | None, client: int | None) -> str:
         usable = [name for name in self._names if name in self._client(client).detectors]
-        if detector in self._broken:
-            raise InputError(self._broken[detector])
-        if not usable:
-            found = ", ".join(self._names) or "none"
-            raise InputError(f"{self.folder} has no detector that can be used here without a client; it has {found}")
-        if detector is None:
+        if detector is None and usable:
             return next((name for name in PREFERRED if name in usable), usable[0])
+        whose = "without a client" if client is None else f"as client {client}"
+        if detector is None:
+            why = "; ".join(f"{name}: {self._why_not(name, client)}" for name in self._names) or "it has none at all"
+            raise InputError(f"{self.folder} has no detector that can be used {whose}: {why}")
+        if not isinstance(detector, str):
+            raise InputError(f"detector is {detector!r}: a name is needed, one of {', '.join(self._names)}")
         if detector not in usable:
-            why = " without a client" if detector in self._names and client is None else ""
-            raise InputError(f"detector {detector!r} is not possible{why}: this run has {', '.join(usable)}")
+            why = self._why_not(detector, client)
+            left = f"possible are {', '.join(usable)}" if usable else "no other is possible either"
+            raise InputError(f"detector {detector!r} is not possible {whose}: {why}; {left}")
         return detector
+
+    def _why_not(self, detector: str, client: int | None) -> str:
+        """Why a detector cannot be used, and what would help."""
+        from .runs import FLOWER, read_rows
+
+        if detector in self._broken:
+            return self._broken[detector]
+        known = DETECTORS.get(detector)
+        if detector in self._names:
+            if client is None:
+                return f"it judges by the features of one client, so give a client from 0 to {self.clients - 1}"
+            return "that client had no training images to fit it on"
+        if known is not None and not known.applies(self.method.readout(self._nets)):
+            return f"the method {self.config.method} has no part that it asks for"
+        if (self.folder / FLOWER).is_file():
+            if (known is not None and known.local) or detector in self.config.detectors:
+                return "this run was trained on Flower, and what it is fitted on stays on the nodes"
+            return "this run was trained on Flower, which fits only the detectors that its settings name"
+        cure = f"foogd evaluate {self.folder} --detector {detector} adds it"
+        with contextlib.suppress(InputError):  # of a damaged file nothing is known
+            if any(row.detector == detector for row in read_rows(self.folder)):
+                return f"it was evaluated, but the model was saved without it; {cure}"
+        return f"the model was saved without it; {cure}" if known is not None else "no detector has this name here"
+
+    def _aside(self, detector: str, client: int | None) -> tuple[Tensor | None, int | None]:
+        """The scores of the images that a threshold rests on, and the client that they are of; None: of all."""
+        scores = self._calibration("generic" if client is None else "calibration", detector)
+        if not scores:
+            return None, None
+        if client is not None and client in scores:
+            return scores[client], client
+        return torch.cat(list(scores.values())), None
 
     def _calibration(self, kind: str, detector: str) -> dict[int, Tensor]:
         found = _below(self._tensors, f"{kind}.{self._names.index(detector)}.")
@@ -266,6 +323,13 @@ class Model:
             std=self._std,
             unknown=client is None,
         )
+
+
+def checked_tpr(tpr: Any) -> None:
+    """Complain about a share of IN that is no number above 0 and at most 1."""
+    number = isinstance(tpr, int | float | np.integer | np.floating) and not isinstance(tpr, bool)
+    if not number or not 0 < tpr <= 1:
+        raise InputError(f"tpr is {tpr!r}: it must be a number above 0 and at most 1")
 
 
 def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -358,17 +422,73 @@ def read_about(folder: Path) -> tuple[dict[str, Any], bytes]:
     path = folder / MODEL / ABOUT
     if not path.is_file():
         raise InputError(f"{folder} has no model yet: finish the run with foogd run --resume")
+    while True:
+        about = _read_description(path)
+        try:
+            return about, _read_data(path, about)
+        except InputError:
+            if _read_description(path) == about:
+                raise  # else the model was replaced in between
+
+
+def _read_description(path: Path) -> dict[str, Any]:
     try:
         about = json.loads(path.read_text())
-        if not isinstance(about, dict) or not about.keys() >= KEYS:
+        if not isinstance(about, dict) or not about.keys() >= KEYS.keys():
             raise ValueError("it is no object with " + ", ".join(sorted(KEYS)))
-        data = (path.parent / str(about["file"])).read_bytes()
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{path} or the file that it names cannot be read: {reason}") from None
+    for key, allowed in KEYS.items():
+        if not _fits(key, about[key], about):
+            shown = json.dumps(about[key])
+            shown = shown if len(shown) <= 60 else f"{shown[:60]}…"
+            raise InputError(f"{path} is damaged: {key} is {shown}, and {allowed} is needed")
+    return about
+
+
+def _fits(key: str, value: Any, about: Mapping[str, Any]) -> bool:
+    """Whether a value of the description is of the kind that it must be; those before it fit already."""
+    if key in ("round", "clients"):
+        return type(value) is int and value >= 0
+    if key in ("file", "sha256"):
+        return isinstance(value, str)
+    if not isinstance(value, list):
+        return False
+    if key == "shape":
+        return len(value) == 3 and all(type(size) is int and size > 0 for size in value)
+    if key in ("classes", "detectors"):
+        names = all(isinstance(name, str) for name in value)
+        return names and (bool(value) if key == "classes" else len(set(value)) == len(value))
+    numbers = all(type(number) in (int, float) and math.isfinite(number) for number in value)
+    return numbers and len(value) == about["shape"][0] and (key == "mean" or min(value) > 0)
+
+
+def _read_data(path: Path, about: Mapping[str, Any]) -> bytes:
+    try:
+        data: bytes = path.with_name(about["file"]).read_bytes()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise InputError(f"{path} or the file that it names cannot be read: {reason}") from None
     if hashlib.sha256(data).hexdigest() != about["sha256"]:
         raise InputError(f"{path.parent / about['file']} is damaged: its checksum differs from the one in {ABOUT}")
-    return about, data
+    return data
+
+
+def _check_parts(path: Path, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Complain where a description was changed so that it is not that of these tensors."""
+    numbers = {name.split(".")[1] for name in tensors if name.startswith("client.")}
+    if numbers != {str(client) for client in range(about["clients"])}:
+        raise InputError(f"{path} is damaged: clients is {about['clients']}, and the model holds {len(numbers)}")
+    counts = [value for name, value in tensors.items() if name.rpartition(".")[2] == "class_counts"]
+    classes = {len(value) for value in counts}
+    if classes != {len(about["classes"])}:
+        held = ", ".join(map(str, sorted(classes)))
+        raise InputError(f"{path} is damaged: classes has {len(about['classes'])} names, and the model {held}")
+    kinds = ("detector", "calibration", "generic")
+    places = {int(name.split(".")[1]) for name in tensors if name.split(".")[0] in kinds}
+    if places and max(places) >= len(about["detectors"]):
+        raise InputError(f"{path} is damaged: detectors names {len(about['detectors'])}, and the model has more")
 
 
 def load(folder: str | Path, *, device: str = "cpu") -> Model:
@@ -377,11 +497,15 @@ def load(folder: str | Path, *, device: str = "cpu") -> Model:
 
     from .settings import read_run_config
 
+    if not isinstance(folder, str | os.PathLike):
+        raise InputError(f"{folder!r} is not a run folder: a path is needed")
     place = Path(folder)
     if not (place / "config.toml").is_file():
-        raise InputError(f"{folder} is not a run folder: it has no config.toml")
+        raise InputError(f"{place} is not a run folder: it has no config.toml")
     if device not in ("auto", "cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise InputError(f"device = {device!r} is not possible: use auto or cpu, or cuda where torch finds a GPU")
     config, method = read_run_config(place / "config.toml")
     about, data = read_about(place)
-    return Model(place, replace(config, device=device), method, about, read_tensors(data), resolve_device(device))
+    tensors = read_tensors(data)
+    _check_parts(place / MODEL / ABOUT, about, tensors)
+    return Model(place, replace(config, device=device), method, about, tensors, resolve_device(device))
