@@ -162,7 +162,7 @@ def test_private_values_stay_on_their_node():
         assert load("flower").threshold(name) == load("simulated").threshold(name)
     with pytest.raises(InputError, match="on its nodes only"):
         load("flower").predict(torch.zeros(2, 16, 16, 1, dtype=torch.uint8), client=0)
-    for name, why in (("knn", "stays on the nodes"), ("react", "only the detectors that its settings name")):
+    for name, why in (("knn", "stays on the nodes"), ("dice", "only the detectors that its settings name")):
         with pytest.raises(InputError, match=rf"{name}.* without a client: .*Flower.* {why}; possible are .*msp"):
             load("flower").threshold(name)
     kept = Kept(next(Path("shards/node-0/state").glob("fedrod-*")))

@@ -3,18 +3,23 @@
 import csv
 import io
 import json
+import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load as load_tensors
 
 import foogd
-from foogd import InputError
+from foogd import FOOGD, Config, FedAvg, InputError, runs
 from foogd.cli import main
 from foogd.metrics import threshold_at_tpr
+from foogd.model import settings_digest
 from foogd.runs import Run, make_federation, read_rows
+from foogd.samples import read_samples
 from foogd.settings import read_run_config
 
 SETTINGS = (
@@ -474,6 +479,160 @@ def test_methods_with_private_or_test_time_parts_can_be_loaded(method, tmp_path)
         [wanted] = [r.value for r in rows if (r.client, r.metric, r.split) == (client, "accuracy", "in")]
         assert float((found.classes == inside.store.labels[own]).double().mean()) == pytest.approx(wanted, abs=0.02)
     assert len(model.predict(inside.store.images[:8])) == 8
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory):
+    """A run before and after it was evaluated with other detectors, and the rows of that evaluation."""
+    place = tmp_path_factory.mktemp("grown")
+    before = start(place / "before", "fedrod+foogd", "detectors=energy,score_norm")
+    after = place / "after"
+    shutil.copytree(before, after)
+    rows = Run.open(after, read_run_config).evaluate(["knn", "energy", "gaussian"])
+    return before, after, rows
+
+
+def read_model(folder):
+    about = json.loads((folder / "model" / "model.json").read_text())
+    return about, load_tensors((folder / "model" / about["file"]).read_bytes())
+
+
+def test_an_evaluation_adds_its_detectors_to_the_model(grown):
+    before, after, rows = grown
+    (about, tensors), (old_about, old_tensors) = read_model(after), read_model(before)
+    assert about["detectors"] == ["energy", "score_norm", "knn", "gaussian"]
+    changed = {"detectors", "file", "sha256"}
+    assert {key: about[key] for key in about.keys() - changed} == {
+        key: old_about[key] for key in old_about.keys() - changed
+    }
+    assert all(torch.equal(tensors[name], value) for name, value in old_tensors.items())
+    assert len(list((after / "model").iterdir())) == 2
+    model, older, federation = foogd.load(after), foogd.load(before), federation_of(after)
+    inside, out = federation.tests[0], next(test for test in federation.tests if test.split == "out")
+    samples = read_samples(after)
+    for client in (*range(3), None):
+        for name in ("energy", "score_norm"):
+            found = older.predict(out.store.images[:20], client=client, detector=name)
+            again = model.predict(out.store.images[:20], client=client, detector=name)
+            assert torch.equal(found.score, again.score)
+            assert found.threshold == again.threshold
+    for name in ("knn", "gaussian"):
+        for client in range(3):
+            own = model.predict(inside.store.images[inside.indices[client]], client=client, detector=name)
+            [wanted] = [
+                row.value for row in rows
+                if (row.client, row.detector, row.metric, row.split) == (client, name, "rejected_calibrated", "in")
+            ]  # fmt: skip
+            assert float(own.out.double().mean()) == pytest.approx(wanted, abs=1e-9)
+            kept = next(one for one in samples.sets if one.split == "in")
+            mine = kept.client == client
+            own = model.predict(inside.store.images[kept.index[mine]], client=client, detector=name)
+            assert torch.allclose(kept.scores[name][mine].double(), own.score, rtol=1e-5, atol=1e-6)
+
+
+def test_an_evaluation_that_adds_nothing_leaves_the_model_alone(grown, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(grown[1], copy)
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (copy / "model").iterdir()}
+    for detectors in (["gaussian", "knn"], []):
+        Run.open(copy, read_run_config).evaluate(detectors)
+        assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (copy / "model").iterdir()} == before
+
+
+def test_a_kill_while_a_detector_is_added_leaves_the_old_model_or_the_new(grown, tmp_path, monkeypatch):
+    before, _, _ = grown
+    write, unlink = runs.write_atomic, Path.unlink
+    for moment in range(3):
+        copy = tmp_path / str(moment)
+        shutil.copytree(before, copy)
+        done = []
+
+        def killed(path, data, done=done, moment=moment):
+            if path.parent.name == "model":
+                if len(done) == moment:
+                    raise KeyboardInterrupt
+                done.append(path)
+            write(path, data)
+
+        def stopped(path, **words):
+            if path.name.startswith("model-"):
+                raise KeyboardInterrupt
+            unlink(path, **words)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(runs, "write_atomic", killed)
+            if moment == 2:  # both files are there, and the older one still is
+                patch.setattr(Path, "unlink", stopped)
+            with pytest.raises(KeyboardInterrupt):
+                Run.open(copy, read_run_config).evaluate(["knn"])
+        assert foogd.load(copy).detectors == ["energy", "score_norm", *(["knn"] if moment == 2 else [])]
+
+
+def test_a_model_that_lacks_what_was_evaluated_says_how_to_get_it(grown, tmp_path, foogd_command):
+    before, after, _ = grown
+    copy = tmp_path / "copy"
+    shutil.copytree(after, copy)
+    shutil.rmtree(copy / "model")
+    shutil.copytree(before / "model", copy / "model")
+    Image.new("L", (28, 28)).save(tmp_path / "black.png")
+    words = ("predict", copy, tmp_path / "black.png", "--client", 1, "--detector", "knn")
+    code, _, err = foogd_command(*words)
+    assert code == 2
+    assert f"it was evaluated, but the model was saved without it; foogd evaluate {copy} --detector knn adds it" in err
+    assert foogd_command("evaluate", copy, "--detector", "knn")[0] == 0
+    assert foogd_command(*words)[0] == 0
+
+
+def test_settings_that_were_changed_by_hand_are_noticed(grown, tmp_path, foogd_command):
+    copy = tmp_path / "copy"
+    shutil.copytree(grown[0], copy)
+    config = (copy / "config.toml").read_text()
+    Image.new("L", (28, 28)).save(tmp_path / "black.png")
+    for key, value in (("sigma", 7.5), ("seed", 3), ("score_net", '"mlp"'), ("log_share", 0.125)):
+        changed = re.sub(rf"(?m)^{key} = .*$", f"{key} = {value}", config)
+        assert changed != config
+        (copy / "config.toml").write_text(changed)
+        code, _, err = foogd_command("predict", copy, tmp_path / "black.png")
+        assert code == 2
+        assert "config.toml was changed since the model was saved" in err
+    for key, value in (("device", '"auto"'), ("data_root", '"elsewhere"'), ("eval_batch", 7), ("threads", 2),
+                       ("detectors", '["msp"]')):  # fmt: skip
+        (copy / "config.toml").write_text(re.sub(rf"(?m)^{key} = .*$", f"{key} = {value}", config))
+        foogd.load(copy)
+    # A model of before there was a digest, and one of a version that had fewer settings.
+    about = json.loads((copy / "model" / "model.json").read_text())
+    older = {key: value for key, value in about.items() if not key.startswith("settings")}
+    (copy / "config.toml").write_text(re.sub(r"(?m)^sigma = .*$", "sigma = 7.5", config))
+    (copy / "model" / "model.json").write_text(json.dumps(older))
+    foogd.load(copy)
+    run = Run.open(copy, read_run_config)
+    fewer = settings_digest(run.config, run.method, ["backbone", "method", "lambda_m"])
+    (copy / "model" / "model.json").write_text(json.dumps(older | fewer))
+    foogd.load(copy)
+    for broken in ({"settings": 3}, {"settings": [3]}, {"settings": ["sigma"], "settings_sha256": 3}):
+        (copy / "model" / "model.json").write_text(json.dumps(older | broken))
+        with pytest.raises(InputError, match=r"config\.toml was changed|digest of the settings is not whole"):
+            foogd.load(copy)
+
+
+def test_settings_mean_the_same_however_they_are_written():
+    config = Config(method="fedavg+foogd")
+    for one, other in ((FOOGD(FedAvg(), sigma=1), FOOGD(FedAvg(), sigma=1.0)),):
+        assert settings_digest(config, one) == settings_digest(config, other)
+    moved = [Config(method="fedavg", backbone=f"{place}net.py:tiny") for place in ("", "there/", "/far/away/")]
+    assert len({settings_digest(one, FedAvg())["settings_sha256"] for one in moved}) == 1
+
+
+def test_a_run_that_is_trained_again_replaces_its_model(tmp_path):
+    folder = start(tmp_path / "run", "fedavg", "detectors=msp")
+    about, tensors = read_model(folder)
+    config = (folder / "config.toml").read_text()
+    for name in ("checkpoint", "rounds.jsonl", "rows.jsonl", "summary.md"):
+        shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink()
+    (folder / "config.toml").write_text(re.sub(r"(?m)^lr = .*$", "lr = 0.01", config))
+    list(Run.open(folder, read_run_config).train())
+    assert not torch.equal(read_model(folder)[1]["shared"], tensors["shared"])
+    assert read_model(folder)[0]["weights_sha256"] != about["weights_sha256"]
 
 
 def test_a_resumed_run_has_the_model_too(tmp_path):

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -27,6 +27,7 @@ from .engine.eager import build_nets, resolve_device
 from .engine.rng import Streams
 from .errors import InputError
 from .evaluate import Evaluation, mean_private
+from .methods import method_fields, method_settings
 from .methods.base import Method
 from .metrics import threshold_at_tpr
 from .types import Context
@@ -401,13 +402,23 @@ def model_tensors(found: Evaluation, detectors: Sequence[str]) -> dict[str, Tens
         tensors[f"client.{client.id}.personal"] = client.personal
         tensors[f"client.{client.id}.class_counts"] = client.class_counts
         tensors |= {f"client.{client.id}.memory.{name}": value for name, value in client.memory.items()}
-    for position, name in enumerate(detectors):
+    return _as_saved(tensors) | detector_tensors(found, detectors)
+
+
+def detector_tensors(found: Evaluation, detectors: Sequence[str], first: int = 0) -> dict[str, Tensor]:
+    """What detectors are fitted on and their scores of images set aside; `first` is the place of the first of them."""
+    tensors: dict[str, Tensor] = {}
+    for position, name in enumerate(detectors, start=first):
         tensors |= dict(_sums(f"detector.{position}", found.fitted.sums.get(name, ())))
         for client_id, own in found.fitted.own_sums.items():
             tensors |= dict(_sums(f"client.{client_id}.detector.{position}", own.get(name, ())))
         for kind, scores_of in (("calibration", found.calibration), ("generic", found.generic_calibration)):
             for client_id, scores in scores_of.get(name, {}).items():
                 tensors[f"{kind}.{position}.{client_id}"] = scores
+    return _as_saved(tensors)
+
+
+def _as_saved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
 
 
@@ -415,6 +426,40 @@ def _sums(prefix: str, passes: Sequence[Mapping[str, Tensor]]) -> Iterator[tuple
     for number, sums in enumerate(passes):
         for key, value in sums.items():
             yield f"{prefix}.{number}.{key}", value
+
+
+def settings_digest(config: Config, method: Method, keys: Iterable[str] | None = None) -> dict[str, Any]:
+    """A digest of the settings that decide what a model computes, and which ones they are: `keys`, or all of today.
+
+    A later version may have more settings, whose defaults do what was done before.
+    """
+    values = {"method": _code(config.method), "backbone": _code(str(config.backbone)), "seed": config.seed}
+    known = method_fields(config.method)  # the name decides the other fields
+    values |= {key: value for key, value in method_settings(method).items() if key in known}
+    chosen = sorted(values) if keys is None else list(keys)
+    text = json.dumps({key: _plain(values.get(key)) for key in chosen}, sort_keys=True)
+    return {"settings": chosen, "settings_sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def is_of(about: Mapping[str, Any], config: Config, method: Method) -> bool:
+    """Whether a model was made with these settings; one that was saved before it kept a digest may be of any."""
+    if "settings_sha256" not in about:
+        return True
+    return bool(settings_digest(config, method, about["settings"])["settings_sha256"] == about["settings_sha256"])
+
+
+def _code(spec: str) -> str:
+    """A name, or a file.py:Class wherever the file lies."""
+    return spec.replace("\\", "/").rpartition("/")[2] if ".py:" in spec else spec
+
+
+def _plain(value: Any) -> Any:
+    """A setting as it is compared: a file writes 1 and 1.0, and lists and tuples, alike."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return repr(float(value))
+    return value if value is None or isinstance(value, bool | str) else str(value)
 
 
 def read_about(folder: Path) -> tuple[dict[str, Any], bytes]:
@@ -444,6 +489,11 @@ def _read_description(path: Path) -> dict[str, Any]:
             shown = json.dumps(about[key])
             shown = shown if len(shown) <= 60 else f"{shown[:60]}…"
             raise InputError(f"{path} is damaged: {key} is {shown}, and {allowed} is needed")
+    names = about.get("settings", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or (
+        ("settings" in about) != ("settings_sha256" in about)
+    ):
+        raise InputError(f"{path} is damaged: its digest of the settings is not whole")
     return about
 
 
@@ -506,6 +556,11 @@ def load(folder: str | Path, *, device: str = "cpu") -> Model:
         raise InputError(f"device = {device!r} is not possible: use auto or cpu, or cuda where torch finds a GPU")
     config, method = read_run_config(place / "config.toml")
     about, data = read_about(place)
+    if not is_of(about, config, method):
+        raise InputError(
+            f"{place / 'config.toml'} was changed since the model was saved, and no longer describes it: "
+            f"undo the change, or train again with foogd run"
+        )
     tensors = read_tensors(data)
     _check_parts(place / MODEL / ABOUT, about, tensors)
     return Model(place, replace(config, device=device), method, about, tensors, resolve_device(device))

@@ -42,7 +42,7 @@ from .errors import InputError
 from .evaluate import Evaluation, Evaluator, Row
 from .methods import method_fields, method_settings
 from .methods.base import Method
-from .model import ABOUT, MODEL, model_tensors, read_about
+from .model import ABOUT, MODEL, detector_tensors, is_of, model_tensors, read_about, settings_digest
 from .nets.precision import resolve_precision
 from .report import Report, Table
 from .samples import SAMPLES, pack_samples, read_samples
@@ -284,8 +284,9 @@ class Run:
         name = older[0].run if older else self.name
         evaluator = Evaluator(self.engine, detectors, progress=progress)
         done = evaluator.evaluation(state, run=name, method=self.config.method)
-        if state.server.round == self.config.rounds and detectors is self.detectors:
-            save_model(self.folder, done, self.federation, self.config)
+        if state.server.round == self.config.rounds:
+            trained = state.server.shared
+            save_model(self.folder, done, self.federation, self.config, self.method, list(detectors), trained)
         if state.server.round == self.config.rounds and done.answers:
             save_samples(self.folder, done, self.config)
         self.keep_rows(done.rows)
@@ -640,11 +641,42 @@ def save_checkpoint(folder: Path, state: RunState, layout: Layout) -> None:
             old.unlink(missing_ok=True)
 
 
-def save_model(folder: Path, found: Evaluation, federation: Federation, config: Config) -> None:
-    """The trained model for use, in two files; `model.json` names the other and is written last."""
-    names = [name for name in config.detectors if name in found.fitted.names]
-    tensors, round = model_tensors(found, names), found.state.server.round
-    write_model(folder, tensors, round, federation.clients, names, federation, config)
+def save_model(
+    folder: Path,
+    found: Evaluation,
+    federation: Federation,
+    config: Config,
+    method: Method,
+    detectors: Sequence[str],
+    trained: Tensor,
+) -> None:
+    """The trained model for use with these detectors, in two files; `model.json` names the other and is written last.
+
+    A model of the same weights, which are `trained` before an evaluation touches them, keeps all that it has, and
+    detectors that it lacks are added. One of others is replaced as soon as all detectors of the run were fitted.
+    """
+    from safetensors.torch import load
+
+    names, whole = [name for name in detectors if name in found.fitted.names], tuple(detectors) == config.detectors
+    round, weights = found.state.server.round, {"weights_sha256": _tensor_digest(trained)}
+    about: dict[str, Any] = {}
+    with contextlib.suppress(InputError):  # none yet, or a damaged one
+        about, data = read_about(folder)
+    # Models of before they were added to do not say of which weights they are.
+    known = about.get("weights_sha256", None if whole else weights["weights_sha256"])
+    if about and about["round"] == round and known == weights["weights_sha256"] and is_of(about, config, method):
+        held = about["detectors"]
+        new = [name for name in names if name not in held]
+        if new:
+            tensors = load(data) | detector_tensors(found, new, first=len(held))
+            _write_model(folder, tensors, {**about, **weights, "detectors": held + new})
+    elif whole:
+        tensors = model_tensors(found, names)
+        write_model(folder, tensors, round, federation.clients, names, federation, config, method, weights)
+
+
+def _tensor_digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
 
 
 def write_model(
@@ -655,12 +687,10 @@ def write_model(
     detectors: Sequence[str],
     federation: Federation,
     config: Config,
+    method: Method,
+    more: Mapping[str, Any] | None = None,
 ) -> None:
     """A model's tensors and its description; `clients` are those whose private part is among the tensors."""
-    from safetensors.torch import save
-
-    data = save(dict(tensors))
-    digest = hashlib.sha256(data).hexdigest()
     classes = federation.train.classes or tuple(str(c) for c in range(federation.num_classes))
     about = {
         "round": round,
@@ -671,13 +701,23 @@ def write_model(
         "mean": list(federation.mean),
         "std": list(federation.std),
         "detectors": list(detectors),
-        "file": f"model-{digest[:12]}.safetensors",
-        "sha256": digest,
+        **settings_digest(config, method),
+        **(more or {}),
     }
-    write_atomic(folder / MODEL / str(about["file"]), data)
-    write_atomic(folder / MODEL / ABOUT, f"{json.dumps(about, indent=2)}\n".encode())
+    _write_model(folder, tensors, about)
+
+
+def _write_model(folder: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    from safetensors.torch import save
+
+    data = save(dict(tensors))
+    digest = hashlib.sha256(data).hexdigest()
+    name = f"model-{digest[:12]}.safetensors"
+    write_atomic(folder / MODEL / name, data)
+    text = json.dumps({**about, "file": name, "sha256": digest}, indent=2)
+    write_atomic(folder / MODEL / ABOUT, f"{text}\n".encode())
     for old in (folder / MODEL).glob("model-*.safetensors"):
-        if old.name != about["file"]:
+        if old.name != name:
             old.unlink(missing_ok=True)
 
 

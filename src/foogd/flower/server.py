@@ -431,7 +431,7 @@ class Server:
             count = 0
             tensors = {name: value for name, value in tensors.items() if not name.startswith("client.")}
             tensors["class_counts"] = torch.stack([client.class_counts for client in clients]).sum(0)
-        write_model(self._folder, tensors, state.server.round, count, names, federation, self.config)
+        write_model(self._folder, tensors, state.server.round, count, names, federation, self.config, self.method)
 
     def _write_partition(self) -> None:
         """Who trained on how many images of which class, and how many of them are in the same node's tests."""
