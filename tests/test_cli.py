@@ -549,7 +549,7 @@ FOOGD = (*TRY[:-1], "fedavg+foogd")
         # folders
         ([*TRY, "--init", "none"], ["none", "not a run folder"]),
         ([*TRY, "--init", "folder.toml"], ["folder.toml", "config.toml"]),
-        (["run", "tiny.toml", "--out", "tiny.toml"], ["tiny.toml", "exists already", "--out"]),
+        (["run", "tiny.toml", "--out", "tiny.toml"], ["tiny.toml", "is a file", "--out"]),
         (["run", "tiny.toml", "--out", "tiny.toml", "--resume"], ["tiny.toml", "file"]),
         (["run", "tiny.toml", "--out", "tiny.toml/x"], ["tiny.toml"]),
         (["run", "tiny.toml", "--out", "folder.toml"], ["folder.toml", "--resume"]),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from foogd import InputError
+from foogd import InputError, load
 from foogd.cli import main
 from foogd.data.readers import read_sites, read_table
 from foogd.data.sources import load_source
@@ -251,3 +251,36 @@ def test_the_whole_file_of_the_page_is_the_one_that_the_example_writes():
 def test_an_empty_folder_is_no_class(sites):
     (sites / "a" / "fox").mkdir()
     assert read_sites(sites).classes == ("cat", "dog", "eel")
+
+
+def test_a_site_is_asked_by_its_name(own, foogd):
+    assert foogd("run", "my.toml", "--set", "calibration=0.3", "--out", "a")[0] == 0
+    model = load("a")
+    assert model.client_names == ("a", "b")
+    files = [str(path) for path in sorted(Path("strange").iterdir())]
+    by_name, by_number = model.predict(files, client="b"), model.predict(files, client=1)
+    assert (by_name.client, by_name.threshold) == (1, by_number.threshold) != (0, model.threshold(client="a"))
+    assert torch.equal(by_name.score, by_number.score)
+    with pytest.raises(InputError, match="client is 'c'; this run has the clients a, b"):
+        model.threshold(client="c")
+    answers = [foogd("predict", "a", "strange", "--client", who, "--format", "json") for who in ("b", "1")]
+    assert answers[0] == answers[1]
+    assert (answers[0][0], json.loads(answers[0][1])["client_name"]) == (0, "b")
+    assert "of client 1 b" in foogd("predict", "a", "strange", "--client", "b")[1]
+    code, _, complaint = foogd("predict", "a", "strange", "--client", "north")
+    assert (code, "'north'; this run has the clients a, b" in complaint) == (2, True)
+    about = Path("a/model/model.json")
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"client_names": ["a"]}))
+    assert "client_names must be a name for each of the 2 clients" in foogd("predict", "a", "strange")[2]
+
+
+def test_sites_that_are_called_by_numbers_keep_their_names(own, foogd):
+    (own / "a").rename(own / "1")
+    (own / "b").rename(own / "0")
+    assert foogd("run", "my.toml", "--out", "a")[0] == 0
+    found = [json.loads(foogd("predict", "a", "strange", "--client", who, "--format", "json")[1]) for who in ("0", "1")]
+    assert [(one["client"], one["client_name"]) for one in found] == [(0, "0"), (1, "1")]
+    (own / "0").rename(own / "2")
+    assert foogd("run", "my.toml", "--out", "b")[0] == 0
+    one = json.loads(foogd("predict", "b", "strange", "--client", "1", "--format", "json")[1])
+    assert (one["client"], one["client_name"]) == (0, "1")

@@ -32,6 +32,7 @@ from .cli_flower import flower_app
 from .cli_parts import Set, console, make_app, open_or_create, rich_table, whole_number
 from .cli_report import add_report_commands
 from .cli_study import add_study_commands
+from .data.federation import client_labels
 from .data.readers import IMAGE_SUFFIXES, images_below
 from .detect import DETECTORS, Detector
 from .engine.eager import resolve_device
@@ -167,7 +168,9 @@ def demo(
 def predict(
     run_dir: Annotated[Path, typer.Argument(help="A finished run folder.")],
     files: Annotated[list[Path], typer.Argument(help="Images, or folders of images.")],
-    client: Annotated[str | None, typer.Option(metavar="N", help="Answer as this client; default: as nobody.")] = None,
+    client: Annotated[
+        str | None, typer.Option(metavar="N", help="Answer as this client, or site by name; default: as nobody.")
+    ] = None,
     detector: Annotated[str | None, typer.Option(help="The detector that decides; see foogd detectors.")] = None,
     tpr: Annotated[str, typer.Option(metavar="SHARE", help="Share of IN that the threshold accepts.")] = "0.95",
     on_bad: Annotated[str, typer.Option(help="What an image that cannot be read does: error or skip.")] = "error",
@@ -180,16 +183,22 @@ def predict(
         raise InputError(f"--on-bad {on_bad!r} is not allowed: use error or skip")
     accepted = share("--tpr", tpr)
     model = load(run_dir)
-    chosen = None if client is None else whole_number("--client", client, 0)
+    chosen = None
+    if client is not None:  # a site may be called by a number too: its name counts
+        named = client in model.client_names or (model.client_names and not client.isdecimal())
+        chosen = model.number_of(client) if named else whole_number("--client", client, 0)
     model.threshold(detector, client=chosen)  # what cannot be asked is found before images are read
     names, images = read_images(files, model.shape, skip=on_bad == "skip")
     found = model.predict(images, client=chosen, detector=detector, tpr=accepted)
     rows = [{"file": str(name), **row} for name, row in zip(names, found.rows(), strict=True)]
-    whose = "all clients" if found.calibrated_by is None else f"client {found.calibrated_by}"
+    labels = client_labels(model.client_names, model.clients)
+    whose = "all clients" if found.calibrated_by is None else f"client {labels[found.calibrated_by]}"
     if form == "json":
+        name = model.client_names[found.client] if found.client is not None and model.client_names else None
         about = {
             "run": str(run_dir),
             "client": found.client,
+            "client_name": name,
             "detector": found.detector,
             "tpr": accepted,
             "calibrated": found.calibrated,

@@ -116,6 +116,7 @@ class Model:
         self.classes: tuple[str, ...] = tuple(about["classes"])
         self.shape: tuple[int, int, int] = tuple(about["shape"])
         self.clients: int = about["clients"]
+        self.client_names: tuple[str, ...] = tuple(about.get("client_names", ()))  # where clients are sites with names
         self.round: int = about["round"]
         self._tensors = {name: value.to(device) for name, value in tensors.items() if not name.startswith("client.")}
         own_tensors: dict[int, dict[str, Tensor]] = {client: {} for client in range(self.clients)}
@@ -187,12 +188,29 @@ class Model:
         """Whether images were set aside, so that a score can be turned into a verdict."""
         return any(name.startswith("calibration.") for name in self._tensors)
 
-    def threshold(self, detector: str | None = None, *, client: int | None = None, tpr: float = 0.95) -> float | None:
+    def number_of(self, client: int | str | None) -> int | None:
+        """The number of a client by the name of its site; numbers stay as they are."""
+        if isinstance(client, str):
+            if client not in self.client_names:
+                raise InputError(f"client is {client!r}; this run has {self._known()}")
+            return self.client_names.index(client)
+        return client
+
+    def _known(self) -> str:
+        if self.client_names:
+            return f"the clients {', '.join(self.client_names)}"
+        return f"the clients 0 to {self.clients - 1}" if self.clients else "its private parts on its nodes only"
+
+    def threshold(
+        self, detector: str | None = None, *, client: int | str | None = None, tpr: float = 0.95
+    ) -> float | None:
         """tau: the share `tpr` of the images set aside have at most this score, of one client's model or of everyone's.
 
-        A client that set none aside has the threshold of all; None where nobody did.
+        A client, by its number or the name of its site, that set none aside has the threshold of all; None where
+        nobody did.
         """
         checked_tpr(tpr)
+        client = self.number_of(client)
         scores, _ = self._aside(self._named(detector, client), client)
         return None if scores is None else threshold_at_tpr(scores, tpr)
 
@@ -201,16 +219,17 @@ class Model:
         self,
         images: Any,
         *,
-        client: int | None = None,
+        client: int | str | None = None,
         detector: str | None = None,
         tpr: float = 0.95,
     ) -> Predictions:
         """Label, probability, score and verdict of images: uint8 N×H×W×C or N×H×W, PIL pictures, or files.
 
         Images of another size are brought to that of the model: shorter side, then the centre as a square. With
-        `client` the client's private part answers.
+        `client`, a number or the name of a site, the client's private part answers.
         """
         checked_tpr(tpr)
+        client = self.number_of(client)
         name = self._named(detector, client)
         own = self._client(client)
         self._personal.copy_(own.personal)
@@ -254,8 +273,7 @@ class Model:
         # True and 1.0 would find the client 1 in a dictionary.
         number = isinstance(client, int | np.integer) and not isinstance(client, bool)
         if client is not None and (not number or client not in self._of):
-            known = f"the clients 0 to {self.clients - 1}" if self.clients else "its private parts on its nodes only"
-            raise InputError(f"client is {client!r}; this run has {known}")
+            raise InputError(f"client is {client!r}; this run has {self._known()}")
         return self._of[client]
 
     def _named(self, detector: str | None, client: int | None) -> str:
@@ -489,6 +507,11 @@ def _read_description(path: Path) -> dict[str, Any]:
             shown = json.dumps(about[key])
             shown = shown if len(shown) <= 60 else f"{shown[:60]}…"
             raise InputError(f"{path} is damaged: {key} is {shown}, and {allowed} is needed")
+    sites = about.get("client_names", [])
+    if not isinstance(sites, list) or not all(isinstance(site, str) for site in sites) or (
+        len(sites) not in (0, about["clients"])
+    ):
+        raise InputError(f"{path} is damaged: client_names must be a name for each of the {about['clients']} clients")
     names = about.get("settings", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or (
         ("settings" in about) != ("settings_sha256" in about)

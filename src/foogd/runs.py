@@ -696,6 +696,7 @@ def write_model(
         "round": round,
         "method": config.method,
         "clients": clients,
+        "client_names": list(federation.client_names) if clients else [],
         "shape": list(federation.shape),
         "classes": list(classes),
         "mean": list(federation.mean),

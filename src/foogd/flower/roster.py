@@ -147,7 +147,8 @@ class Roster:
         ends = torch.tensor([len(own) for own in labels]).cumsum(0).tolist()
         ranges = tuple(torch.arange(end - len(own), end) for own, end in zip(labels, ends, strict=True))
         aside = tuple(torch.zeros(member.aside, dtype=torch.int64) for member in self.by_id)
-        return Federation(name, store, ranges, (), self.mean, self.std, aside if any(map(len, aside)) else ())
+        names = tuple(member.name for member in self.by_id)
+        return Federation(name, store, ranges, (), self.mean, self.std, aside if any(map(len, aside)) else (), names)
 
     def to_json(self) -> str:
         """The roster as text; which node speaks for whom is not part of it."""

@@ -446,7 +446,7 @@ class Server:
             "data": federation.name,
             "classes": list(roster.classes),
             "counts": federation.describe().tolist(),
-            "nodes": [member.name for member in roster.by_id],
+            "client_names": list(federation.client_names),
             "training_images_in_tests": leaks,
         }
         picture = io.BytesIO()
