@@ -1,6 +1,8 @@
 """Every method and every detector of the package obeys its contract, and the contract catches those that do not."""
 
+import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import final
 
 import pytest
@@ -8,9 +10,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from foogd import FedRoD, Method
-from foogd.detect import DETECTORS
+from foogd.detect import DETECTORS, resolve_detector
 from foogd.methods import PROFILES, make_method, method_names, possible_names
 from foogd.methods.foogd import FOOGD
+from foogd.plugins import load_object
 from foogd.testing import CONTRACT, check_detector, check_method
 
 
@@ -41,6 +44,15 @@ def test_a_plain_function_is_a_detector():
         check_detector(lambda output: output.logits.max(1).values)
     with pytest.raises(AssertionError, match="rest of the batch"):
         check_detector(lambda output: output.logits.mean() - output.logits.max(1).values)
+
+
+def test_the_fitted_detector_of_the_guide_is_one(tmp_path):
+    text = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
+    [code] = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "class NearestMean" in block]
+    (tmp_path / "mine.py").write_text(code)
+    for name in ("NearestMean", "squared"):
+        check_detector(resolve_detector(f"{tmp_path / 'mine.py'}:{name}"))
+    check_detector(load_object(f"{tmp_path / 'mine.py'}:NearestMean", "detector"))  # the class, as a file names it
 
 
 @dataclass(frozen=True)

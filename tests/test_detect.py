@@ -18,6 +18,8 @@ from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.neighbors import NearestNeighbors
 from torch import Tensor, nn
 
+from foogd import Config, FedAvg, evaluate
+from foogd.data.synthetic import tiny_federation
 from foogd.detect import (
     ASH,
     DETECTORS,
@@ -42,10 +44,12 @@ from foogd.detect import (
     ViM,
     resolve_detector,
 )
+from foogd.engine.eager import EagerEngine
 from foogd.errors import InputError
 from foogd.fitted import histogram, histogram_percentile
 from foogd.metrics import auroc
 from foogd.plugins import load_object
+from foogd.simulate import initial_state
 from foogd.testing import check_detector
 from foogd.types import Output, Readout
 
@@ -784,6 +788,8 @@ class FromMean(Detector):
     def __call__(self, outputs: Output, readout: Readout | None = None) -> Tensor:
         if self.flaw == "ready at once" and self.mean is None:
             return outputs.z.sum(1)
+        if self.flaw == "no numbers" and self.mean is not None:
+            return torch.where(outputs.z[:, 0] > 1, torch.nan, outputs.z[:, 0])
         if self.mean is None and self.flaw != "careless":
             raise InputError("it was used before it was fitted.")
         sign = -self.sign if self.flaw == "upside down" else self.sign
@@ -798,6 +804,7 @@ class FromMean(Detector):
         ("careless", "before it is fitted it fails with TypeError"),
         ("no sum", "the sums of two halves"),
         ("other names", "have different names"),
+        ("no numbers", r"\d+ of 256 scores on separable data are not finite"),
         ("prepared differs", "prepared for a model, it gives other scores"),
         ("never", "does not apply"),
     ],
@@ -806,6 +813,29 @@ def test_the_contract_says_what_is_broken(flaw: str, sentence: str) -> None:
     check_detector(FromMean())
     with pytest.raises(AssertionError, match=sentence):
         check_detector(FromMean(flaw))
+
+
+@dataclass(frozen=True)
+class WithoutPasses(FromMean):
+    passes: ClassVar[int] = 0
+
+
+@dataclass(frozen=True)
+class OnItsOwn(MSP):
+    local: ClassVar[bool] = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"), [(WithoutPasses, "its own statistics and fit"), (OnItsOwn, "local = True")]
+)
+def test_a_detector_that_learns_in_no_pass_is_refused(kind: type[Detector], found: str) -> None:
+    sentence = f"the detector '.*' has {found}, but passes = 0: say how many passes"
+    with pytest.raises(AssertionError, match=sentence):
+        check_detector(kind)
+    federation, config = tiny_federation(), Config(batch_size=16, device="cpu")
+    engine = EagerEngine(FedAvg(), federation, config)
+    with pytest.raises(InputError, match=sentence.replace("'.*'", "'mine'")):
+        evaluate(engine, initial_state(engine), {"mine": kind()})
 
 
 # ------------------------------------------------------------------------------------------------------- users' files
@@ -845,6 +875,12 @@ class Demanding(Detector):
 class Unfinished(Detector):
     pass
 
+class Untaught(Detector):
+    def fit(self, total):
+        return self
+    def __call__(self, outputs, readout=None):
+        return -outputs.logits.amax(1)
+
 class Unrelated:
     pass
 
@@ -882,8 +918,9 @@ def test_a_function_an_instance_and_a_class_are_detectors(plugin: Path) -> None:
         ("LIMIT", "of type int, but it must be a function, a Detector or its class"),
         ("Demanding", "cannot be made without arguments: .*scale"),
         ("Unfinished", "is abstract: it must define __call__"),
+        ("Untaught", "has its own fit, but passes = 0: .*passes: ClassVar"),
         ("Unrelated", "must inherit from foogd.detect.Detector"),
-        ("missing", "LIMIT, ready, negative_max, too_short, not_a_tensor, Mine, Demanding, Unfinished, Unrelated.$"),
+        ("missing", "LIMIT, ready, negative_max, too_short, .*, Mine, Demanding, Unfinished, Untaught, Unrelated.$"),
         ("no name", "not of the form file.py:name"),
         ("", "not of the form file.py:name"),
     ],

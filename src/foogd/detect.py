@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .detector import Detector as Detector
+from .detector import check_passes, check_scores, linear_logits
 from .detector import energy as energy
-from .detector import linear_logits
 from .errors import InputError
 from .fitted import (
     DICE,
@@ -147,12 +147,8 @@ class FunctionDetector(Detector):
     function: Callable[[Output], Tensor]
 
     def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
-        scores = self.function(outputs)
-        n = len(outputs.logits)
-        if not isinstance(scores, Tensor) or scores.shape != (n,):
-            found = f"a tensor of shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
-            raise InputError(f"a detector must return a tensor of {n} scores for {n} images, but it returned {found}.")
-        return scores
+        name = getattr(self.function, "__name__", type(self.function).__name__)
+        return check_scores(self.function(outputs), len(outputs.logits), name)
 
 
 def ash_p(z: Float[Tensor, "n d"], k: int) -> Float[Tensor, "n d"]:
@@ -215,10 +211,15 @@ def resolve_detector(name: str) -> Detector:
         return DETECTORS[name]
     if ":" not in name:
         raise InputError(f"there is no detector {name!r}; it must be one of {', '.join(DETECTORS)}, or file.py:name.")
-    found = load_object(name, "detector")
+    return as_detector(load_object(name, "detector"), name)
+
+
+def as_detector(found: object, name: str) -> Detector:
+    """A user's function, Detector or class of one as a detector; `name` is for messages."""
     if isinstance(found, type):
-        return _instance(found, name)
+        found = _instance(found, name)
     if isinstance(found, Detector):
+        check_passes(found, name)
         return found
     if callable(found):
         return FunctionDetector(found)

@@ -69,6 +69,26 @@ class Detector(ABC):
         """One score per image; larger = more OUT."""
 
 
+def check_passes(detector: Detector, name: str) -> None:
+    """Complain about a detector that learns but asks for no pass: it would be used without a fit, or by nobody."""
+    own = [word for word in ("statistics", "fit") if getattr(type(detector), word) is not getattr(Detector, word)]
+    found = f"its own {' and '.join(own)}" if own else "local = True"
+    if not detector.passes and (own or detector.local):
+        raise InputError(
+            f"the detector {name!r} has {found}, but passes = 0: say how many passes over the training features it "
+            "needs, as in passes: ClassVar[int] = 1."
+        )
+
+
+def check_scores(scores: Any, images: int, name: str) -> Tensor:
+    """The scores that a detector returned, which must be one an image."""
+    if not isinstance(scores, Tensor) or scores.shape != (images,):
+        found = f"a tensor of shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+        wanted = f"a tensor of {images} scores for {images} images"
+        raise InputError(f"the detector {name!r} must return {wanted}, but it returned {found}.")
+    return scores
+
+
 def linear_logits(outputs: Output, readout: Readout | None) -> Float[Tensor, "n classes"]:
     """The head's own logits, also where a method adapts the output's: some scores hold for a linear head only."""
     return outputs.logits if readout is None else readout.head(outputs.z)

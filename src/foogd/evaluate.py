@@ -13,6 +13,7 @@ from .config import Config
 from .data.federation import Federation, TestSet
 from .data.readers import Progress
 from .detect import Detector
+from .detector import check_passes, check_scores
 from .engine.eager import Engine
 from .engine.rng import Streams, generator
 from .methods.base import Method
@@ -113,6 +114,8 @@ class Evaluator:
         self, engine: Engine, detectors: Mapping[str, Detector], *, progress: Progress | None = None
     ) -> None:
         """`progress` is told, during an evaluation, how many images of how many have been looked at."""
+        for name, detector in detectors.items():
+            check_passes(detector, name)
         self._engine, self._detectors = engine, detectors
         self._progress, self._seen, self._planned = progress, 0, 0
         self._federation: Federation = engine.federation
@@ -404,7 +407,7 @@ class Evaluator:
             key = (name, model, unseen)
             if key not in self._prepared:
                 self._prepared[key] = detector.prepared(readout)
-            scores[name] = self._prepared[key](output, readout).cpu()
+            scores[name] = check_scores(self._prepared[key](output, readout), len(output.z), name).cpu()
         return scores
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from .config import Config
 from .data.federation import Federation
 from .data.synthetic import tiny_federation
-from .detect import Detector, FunctionDetector
+from .detect import Detector, as_detector
 from .engine.batches import BatchMaker
 from .engine.eager import EagerEngine, build_nets
 from .engine.graph import CannotCapture, guarded
@@ -223,15 +223,18 @@ def _check_learning(method: Method, federation: Federation, config: Config) -> N
     assert right > 0.9, f"after {config.rounds} rounds on separable data the accuracy is {right:.3f}, not above 0.9"
 
 
-def check_detector(detector: Detector | Callable[[Output], Tensor]) -> None:
-    """Raise AssertionError with one sentence where `detector` breaks the contract.
+def check_detector(detector: Detector | type[Detector] | Callable[[Output], Tensor]) -> None:
+    """Raise AssertionError with one sentence where a detector (function, Detector or its class) breaks the contract.
 
-    It refuses to be used before it is fitted; larger scores for OUT on separable data (AUROC above 0.99); the same
-    scores whether it is prepared for the model or not, and however the training data is cut; scores that do not depend
-    on the other samples of the batch, and finite scores on extreme input.
+    One that learns says in `passes` how often, and raises InputError where it is used before it is fitted; finite
+    scores, one a sample, larger for OUT on separable data (AUROC above 0.99); the same scores whether it is prepared
+    for the model or not, and however the training data is cut; scores that do not depend on the other samples of the
+    batch, and finite scores on extreme input.
     """
-    if not isinstance(detector, Detector):
-        detector = FunctionDetector(detector)
+    try:
+        detector = as_detector(detector, getattr(detector, "__name__", type(detector).__name__))
+    except InputError as error:
+        raise AssertionError(str(error)) from error
     known, labels, unknown, readout = _separable_outputs()
     assert detector.applies(readout), "it does not apply to a model with a linear head and a score network"
     halves = [(Output(known.z[i::2], known.logits[i::2]), labels[i::2]) for i in (0, 1)]
@@ -251,14 +254,16 @@ def check_detector(detector: Detector | Callable[[Output], Tensor]) -> None:
         if not detector.local:
             cut = cut.fit({name: one[name] + two[name] for name in one})
     in_scores, out_scores = detector(known, readout), detector(unknown, readout)
+    for scores, output in ((in_scores, known), (out_scores, unknown)):
+        assert scores.shape == (len(output.z),), f"the scores have shape {tuple(scores.shape)}; one a sample is needed"
+        wrong = int((~torch.isfinite(scores)).sum())
+        assert not wrong, f"{wrong} of {len(scores)} scores on separable data are not finite"
     if not detector.local:
         again = cut(unknown, readout)
         same = torch.allclose(again, out_scores, rtol=1e-6, atol=1e-9)
         assert same, "fitted on the sums of two halves of the data, it gives other scores than on all at once"
     prepared = detector.prepared(readout)(unknown, readout)
     assert torch.allclose(prepared, out_scores, rtol=1e-6, atol=1e-9), "prepared for a model, it gives other scores"
-    for scores, output in ((in_scores, known), (out_scores, unknown)):
-        assert scores.shape == (len(output.z),), f"the scores have shape {tuple(scores.shape)}; one a sample is needed"
     area = auroc(in_scores, out_scores)
     assert area > 0.99, f"AUROC is {area:.3f} on separable data: larger must mean more OUT"
     order = torch.randperm(len(known.z), generator=generator(0, "order"))
