@@ -252,15 +252,25 @@ def test_a_frozen_start_stays_as_it_was_while_the_score_network_learns(run):
 
 
 def test_a_detector_without_a_ranking_is_named(foogd, run):
-    Path("nan.py").write_text("def nothing(output):\n    return output.z.sum(1) * float('nan')\n")
+    Path("nan.py").write_text(
+        "def nothing(output):\n    return output.z.sum(1) * float('nan')\n"
+        "def gaps(output):\n    s = -output.logits.amax(1)\n    s[::4] = float('nan')\n    return s\n"
+    )
     words = ["run", "tiny.toml", "--method", "fedavg", "--out", "a", "--set", "detectors=msp,nan.py:nothing"]
     code, printed, _ = foogd(*words)
     folder = Path("a")
     assert code == 0
-    sentence = "Detector nan.py:nothing has no rows: some of its scores are not numbers."
+    sentence = (
+        "Detector nan.py:nothing has no rows: 23 of its 23 scores for synthetic are NaN, and some for 1 other set."
+    )
     assert sentence in (folder / "summary.md").read_text()
     assert sentence in printed
     assert {row.detector for row in read_rows(folder)} == {None, "msp"}
+    code, printed, _ = foogd("evaluate", "a", "--detector", "nan.py:gaps", "--detector", "energy")
+    assert code == 0
+    assert re.search(r"Detector nan.py:gaps has no rows: \d+ of its 23 scores for synthetic are NaN", printed)
+    assert printed.count("has no rows") == 1
+    assert "Detector nan.py:nothing has no rows: some of its scores are NaN." in (folder / "summary.md").read_text()
     assert "has no rows" not in (run("b", "fedavg") / "summary.md").read_text()  # score_norm does not apply there
 
 

@@ -29,7 +29,7 @@ from rich.table import Table as RichTable
 
 from .cli_data import data_app, decode
 from .cli_flower import flower_app
-from .cli_parts import Set, console, make_app, open_or_create, rich_table, whole_number
+from .cli_parts import Set, console, make_app, open_or_create, rich_table, say, whole_number
 from .cli_report import add_report_commands
 from .cli_study import add_study_commands
 from .data.federation import client_labels
@@ -93,7 +93,7 @@ def run(
     report = Report.of(read_rows(folder)).last_round()
     show(report)
     for sentence in this.unranked(report.rows):
-        console.print(sentence, highlight=False)
+        say(sentence)
     console.print(f"Run folder: {escape(str(folder))}", highlight=False)
 
 
@@ -107,6 +107,8 @@ def evaluate(
     with progress_bar() as progress:
         rows = this.evaluate(detector or (), EvaluationProgress(progress, this))
     show(Report.of(rows))
+    for sentence in this.unranked(rows, detector or ()):
+        say(sentence)
 
 
 @app.command()

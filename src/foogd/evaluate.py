@@ -489,7 +489,7 @@ def _detection_rows(
     shifted = [answer for answer in answers if answer.test.split == "in-c" and answer.correct]
     for detector, inside in clean.scores.items():
         if any(bool(part.isnan().any()) for answer in answers for part in answer.scores[detector].values()):
-            continue  # a model that has diverged still has an accuracy, but no ranking
+            continue  # a model that has diverged still has an accuracy, but no ranking; `no_numbers` says so
         base = replace(blank, detector=detector)
         sizes = {client: len(values) for client, values in inside.items()}
         taus = {client: threshold_at_tpr(values) for client, values in inside.items()}
@@ -618,6 +618,26 @@ def _pool(parts: Mapping[int, Tensor]) -> Tensor:
 
 def _about(base: Row, test: TestSet) -> Row:
     return replace(base, dataset=test.name, split=test.split, corruption=test.corruption, severity=test.severity)
+
+
+def no_numbers(found: Evaluation) -> dict[str, str]:
+    """For each detector some of whose scores are NaN, what it lacks and of which set how many scores are."""
+    asides = (found.calibration, found.generic_calibration)
+    counted: dict[str, list[tuple[str, int, int]]] = {}  # detector → set, NaN, all
+    sets = [(answer.test.key, answer.scores) for answer in found.answers]
+    for key, scores in (*sets, *(("the images set aside", aside) for aside in asides)):
+        for detector, parts in scores.items():
+            wrong = sum(int(part.isnan().sum()) for part in parts.values())
+            if wrong:
+                counted.setdefault(detector, []).append((key, wrong, sum(map(len, parts.values()))))
+    tested = {key for key, _ in sets}
+    sentences = {}
+    for detector, ((key, wrong, count), *others) in counted.items():
+        more = len({name for name, _, _ in others} - {key})
+        lacks = "has no rows" if key in tested else "has no rows of a threshold"
+        rest = f", and some for {more} other set{'s' if more > 1 else ''}" if more else ""
+        sentences[detector] = f"Detector {detector} {lacks}: {wrong} of its {count} scores for {key} are NaN{rest}."
+    return sentences
 
 
 def evaluate(

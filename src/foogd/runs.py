@@ -39,7 +39,7 @@ from .engine.arena import Layout
 from .engine.eager import EagerEngine, Engine, resolve_device
 from .engine.graph import GraphEngine, make_engine
 from .errors import InputError
-from .evaluate import Evaluation, Evaluator, Row
+from .evaluate import Evaluation, Evaluator, Row, no_numbers
 from .methods import method_fields, method_settings
 from .methods.base import Method
 from .model import ABOUT, MODEL, detector_tensors, is_of, model_tensors, read_about, settings_digest
@@ -72,6 +72,7 @@ class Run:
             if kind not in CORRUPTIONS:
                 raise InputError(f"corruption {kind!r} is not known: use {', '.join(CORRUPTIONS)}")
         self.detectors: dict[str, Detector] = {name: resolve_detector(name) for name in config.detectors}
+        self._no_numbers: dict[str, str] = {}  # of the last evaluation here
 
     @classmethod
     def create(cls, folder: Path, config: Config, method: Method, files: Mapping[str, bytes] | None = None) -> Run:
@@ -284,6 +285,7 @@ class Run:
         name = older[0].run if older else self.name
         evaluator = Evaluator(self.engine, detectors, progress=progress)
         done = evaluator.evaluation(state, run=name, method=self.config.method)
+        self._no_numbers = no_numbers(done)
         if state.server.round == self.config.rounds:
             trained = state.server.shared
             save_model(self.folder, done, self.federation, self.config, self.method, list(detectors), trained)
@@ -311,13 +313,19 @@ class Run:
             self.write_summary(read_rows(self.folder), lines)
         return found
 
-    def unranked(self, rows: Sequence[Row]) -> list[str]:
-        """A sentence for each detector that the method can serve but whose scores were no numbers."""
+    def unranked(self, rows: Sequence[Row], names: Sequence[str] = ()) -> list[str]:
+        """A sentence for each of these detectors, or of the run's, that can be served but gave NaN somewhere."""
         if not rows:  # nothing was evaluated
             return []
         readout, ranked = self.method.readout(self.engine.nets()), {row.detector for row in rows}
-        silent = [name for name, detector in self.detectors.items() if detector.applies(readout) and name not in ranked]
-        return [f"Detector {name} has no rows: some of its scores are not numbers." for name in silent]
+        sentences = []
+        for name in dict.fromkeys(names or self.detectors):
+            detector = self.detectors.get(name) or resolve_detector(name)
+            if name in self._no_numbers:
+                sentences.append(self._no_numbers[name])
+            elif detector.applies(readout) and name not in ranked:  # it was evaluated by another process
+                sentences.append(f"Detector {name} has no rows: some of its scores are NaN.")
+        return sentences
 
     def write_summary(
         self, rows: Sequence[Row], lines: Sequence[Mapping[str, Any]], notes: Sequence[str] = ()
