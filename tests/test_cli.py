@@ -591,6 +591,129 @@ def test_bad_input_ends_in_one_sentence(refused, monkeypatch, words, found):
         assert word in line or f"'{word.upper()}'" in line  # some versions of typer shout the names of arguments
 
 
+BROKEN = """
+from dataclasses import dataclass
+
+from torch.nn.functional import cross_entropy
+
+from foogd import Method
+from foogd.detect import Detector
+
+
+def loss(nets, batch, **more):
+    return cross_entropy(nets["head"](batch.z), batch.y, **more)
+
+
+@dataclass(frozen=True)
+class Silent(Method):
+    def losses(self, nets, batch, ctx):
+        loss(nets, batch)
+
+
+@dataclass(frozen=True)
+class Misnamed(Method):
+    def losses(self, nets, batch, ctx):
+        return {"head": loss(nets, batch)}
+
+
+@dataclass(frozen=True)
+class Vector(Method):
+    def losses(self, nets, batch, ctx):
+        return {"model": loss(nets, batch, reduction="none")}
+
+
+@dataclass(frozen=True)
+class Raising(Method):
+    def losses(self, nets, batch, ctx):
+        return {"model": nets["hed"](batch.z).mean()}
+
+
+@dataclass(frozen=True)
+class Choosy(Method):
+    def __post_init__(self):
+        raise ValueError("never")
+
+    def losses(self, nets, batch, ctx):
+        return {"model": loss(nets, batch)}
+
+
+@dataclass(frozen=True)
+class Hiding(Method):
+    weight: float = 0.5
+
+    def losses(self, nets, batch, ctx):
+        return {"model": loss(nets, batch)}
+
+
+class Bare(Method):
+    def losses(self, nets, batch, ctx):
+        return {"model": loss(nets, batch)}
+
+
+class Learning(Detector):
+    passes = 1
+
+    def statistics(self, outputs, y, readout):
+        return {"sum": outputs.zz.sum(0)}
+
+    def __call__(self, outputs, readout=None):
+        return outputs.z.sum(1)
+
+
+def scores(output):
+    return output.zz.sum(1)
+
+
+def images(root):
+    return (root / "none.bin").read_bytes()
+
+
+def net(shape):
+    return shape[7]
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["--method", "broken.py:Silent"], ["Silent", "returned nothing", "'model'", "check_method"]),
+        (["--method", "broken.py:Silent+foogd"], ["Silent", "returned nothing", "'model'", "check_method"]),
+        (["--method", "broken.py:Misnamed"], ["Misnamed", "['head']", "'model'", "check_method"]),
+        (["--method", "broken.py:Misnamed+foogd"], ["Misnamed", "['head']", "'model'", "check_method"]),
+        (["--method", "broken.py:Vector"], ["Vector", "shape (16,)", "a scalar", "check_method"]),
+        (["--method", "broken.py:Raising"], ["broken.py failed in line 35, in losses: KeyError: 'hed'"]),
+        (["--method", "broken.py:Choosy"], ["broken.py failed in line 41, in __post_init__: ValueError: never"]),
+        (["--method", "broken.py:Hiding"], ["broken.py:Hiding", "'weight'", "Method.weight", "another name"]),
+        (["--method", "broken.py:Bare"], ["broken.py:Bare", "no dataclass", "@dataclass(frozen=True)"]),
+        (["--data", "broken.py:images"], ["broken.py failed in line 75, in images: FileNotFoundError", "none.bin"]),
+        (["--set", "out=broken.py:images"], ["broken.py failed in line 75, in images"]),
+        (["--backbone", "broken.py:net"], ["broken.py failed in line 79, in net: IndexError: tuple index"]),
+    ],
+)
+def test_an_error_in_a_file_of_ones_own_ends_in_one_sentence_before_a_folder_is_made(refused, words, found):
+    Path("broken.py").write_text(BROKEN)
+    line = refused(*TRY, *words)
+    for word in found:
+        assert word in line
+
+
+def test_an_error_in_a_detector_of_ones_own_adds_nothing(refused, finished):
+    Path("broken.py").write_text(BROKEN)
+    assert "broken.py failed in line 71, in scores: AttributeError" in refused(
+        "evaluate", "a", "--detector", "ash", "--detector", "broken.py:scores"
+    )
+    assert "line 64, in statistics: AttributeError" in refused("evaluate", "a", "--detector", "broken.py:Learning")
+
+
+def test_an_error_of_the_package_is_not_blamed_on_a_file_of_ones_own(foogd, monkeypatch):
+    def broken(*_, **__):
+        raise AttributeError("ours")
+
+    monkeypatch.setattr("foogd.runs.initial_state", broken)
+    with pytest.raises(AttributeError, match="ours"):
+        foogd(*TRY, "--method", "mine.py:Mine", "--set", "detectors=mine.py:width")
+
+
 def test_a_run_folder_that_exists_is_not_touched(refused, finished):
     assert "--resume" in refused("run", "tiny.toml", "--method", "fedavg+foogd", "--out", "a")
 

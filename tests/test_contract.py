@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from foogd import FedRoD, Method
+from foogd import FedRoD, InputError, Method, simulate
 from foogd.detect import DETECTORS, resolve_detector
 from foogd.methods import PROFILES, make_method, method_names, possible_names
 from foogd.methods.foogd import FOOGD
@@ -106,6 +106,45 @@ class Vector(Broken):
 
 @final
 @dataclass(frozen=True)
+class Silent(Broken):
+    def losses(self, nets, batch, ctx):
+        cross_entropy(nets["head"](batch.z), batch.y)
+
+
+@final
+@dataclass(frozen=True)
+class Misnamed(Broken):
+    def losses(self, nets, batch, ctx):
+        return {"head": cross_entropy(nets["head"](batch.z), batch.y)}
+
+
+@final
+@dataclass(frozen=True)
+class Detached(Broken):
+    def losses(self, nets, batch, ctx):
+        return {"model": cross_entropy(nets["head"](batch.z), batch.y).detach()}
+
+
+@final
+@dataclass(frozen=True)
+class Plain(Broken):
+    def losses(self, nets, batch, ctx):
+        return {"model": 1.0}
+
+
+@final
+@dataclass(frozen=True)
+class Hiding(Broken):
+    weight: float = 0.5
+
+
+class Bare(Method):
+    def losses(self, nets, batch, ctx):
+        return {"model": cross_entropy(nets["head"](batch.z), batch.y)}
+
+
+@final
+@dataclass(frozen=True)
 class Unseeded(Broken):
     def losses(self, nets, batch, ctx):
         noise = torch.rand((), generator=None if batch.x.is_meta else CARELESS, device=batch.x.device)
@@ -160,6 +199,14 @@ class Orphan(Broken):
         (Reaching(), "reaches the nets of"),
         (Exploding(), "loss of 'model' is"),
         (Vector(), "must be a scalar"),
+        (Silent(), r"losses returned nothing \(is there a return\?\), but a dict"),
+        (Misnamed(), r"keys \['head'\], but a dict with one scalar tensor for each of the groups 'model'"),
+        (Detached(), "the loss of 'model' has no gradient"),
+        (Plain(), "the loss of 'model' is a float"),
+        (Hiding(), "the field 'weight' of Hiding hides the hook Method.weight"),
+        (Bare(), "the class Bare is no dataclass"),
+        (FOOGD(Silent(), score_width=16, steps=1), "the method Silent cannot be trained: losses returned nothing"),
+        (Broken, "is no method: give an object"),
         (Counting(), "read ctx.round, but it does not say so"),
         (Unseeded(), "depends on who trained before"),
         (Lazy(), "accuracy"),
@@ -171,3 +218,9 @@ class Orphan(Broken):
 def test_the_contract_says_what_is_broken(method, sentence):
     with pytest.raises(AssertionError, match=sentence):
         check_method(method)
+
+
+@pytest.mark.parametrize("method", [Silent(), Misnamed(), Vector(), Detached(), Plain()])
+def test_a_method_that_breaks_the_contract_is_not_trained(federation, config, method):
+    with pytest.raises(InputError, match=f"{type(method).__name__} cannot be trained: .*check_method tells more"):
+        next(simulate(method, federation, config))

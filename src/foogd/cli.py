@@ -42,6 +42,7 @@ from .methods import FOOGD, METHODS, make_method, method_names
 from .methods.base import Method
 from .metrics import needed_for_tpr
 from .model import as_images, load
+from .plugins import lacks_memory
 from .report import Report
 from .runs import Run, environment, read_rows, skipped_sentence, write_atomic
 from .settings import parse_assignments, read_preset, read_run_config, resolve
@@ -457,8 +458,7 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         code = STOPPED
     except (MemoryError, RuntimeError) as error:
-        # torch says so in three ways, one of them a plain RuntimeError.
-        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in str(error):
+        if not lacks_memory(error):
             raise
         fail("there is not enough memory: make batch_size, eval_batch or the nets smaller; finished rounds are kept")
     if code == STOPPED:

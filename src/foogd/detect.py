@@ -28,7 +28,7 @@ from .fitted import (
     SpanOwn,
     ViM,
 )
-from .plugins import load_object
+from .plugins import blamed, load_object
 from .types import Output, Readout
 
 if TYPE_CHECKING:
@@ -211,7 +211,8 @@ def resolve_detector(name: str) -> Detector:
         return DETECTORS[name]
     if ":" not in name:
         raise InputError(f"there is no detector {name!r}; it must be one of {', '.join(DETECTORS)}, or file.py:name.")
-    return as_detector(load_object(name, "detector"), name)
+    with blamed(name):
+        return as_detector(load_object(name, "detector"), name)
 
 
 def as_detector(found: object, name: str) -> Detector:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import sys
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType
+
+import torch
 
 from .errors import InputError
 
@@ -25,6 +30,40 @@ def load_object(spec: str, what: str) -> object:
         raise InputError(f"the {what} {name!r} is not in {path}; the public names defined there: {found}.")
     found_object: object = vars(module)[name]
     return found_object
+
+
+@contextlib.contextmanager
+def blamed(*specs: str) -> Iterator[None]:
+    """Say in one sentence in which line of a user's file an error came up; `specs` are file.py:name, or other names.
+
+    An error whose way does not lead through one of the files is the package's own and stays as it is. So does a lack
+    of memory, for which the command has a sentence.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        files = {_expanded(spec.rpartition(":")[0]).resolve() for spec in specs if is_plugin(spec)}
+        place = next((f for f in reversed(traceback.extract_tb(error.__traceback__)) if _inside(f, files)), None)
+        if place is None or lacks_memory(error):
+            raise
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InputError(f"{place.filename} failed in line {place.lineno}, in {place.name}: {words}") from error
+
+
+def is_plugin(spec: object) -> bool:
+    """Whether a name stands for an object in a user's file."""
+    return isinstance(spec, str) and spec.rpartition(":")[0].endswith(".py")
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether memory ran out; torch says so in three ways, one of them a plain RuntimeError."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+
+
+def _inside(frame: traceback.FrameSummary, files: set[Path]) -> bool:
+    return frame.filename.endswith(".py") and Path(frame.filename).resolve() in files
 
 
 def _expanded(path: str) -> Path:

@@ -40,10 +40,11 @@ from .engine.eager import EagerEngine, Engine, resolve_device
 from .engine.graph import GraphEngine, make_engine
 from .errors import InputError
 from .evaluate import Evaluation, Evaluator, Row, no_numbers
-from .methods import method_fields, method_settings
+from .methods import method_fields, method_settings, split_name
 from .methods.base import Method
 from .model import ABOUT, MODEL, detector_tensors, is_of, model_tensors, read_about, settings_digest
 from .nets.precision import resolve_precision
+from .plugins import blamed, is_plugin
 from .report import Report, Table
 from .samples import SAMPLES, pack_samples, read_samples
 from .simulate import RoundResult, RunState, initial_state, restore_state, simulate, state_tensors
@@ -168,9 +169,20 @@ class Run:
     def check(self) -> None:
         """Find what is wrong with data, clients, backbone or start weights before anything is written."""
         quick = replace(self.config, corruptions=())  # corrupting the test images is the slow part
-        engine = EagerEngine(self.method, make_federation(quick), quick)
-        if self.config.init:
-            self._start(engine)
+        federation = make_federation(quick)
+        with blamed(*self.specs()):
+            engine = EagerEngine(self.method, federation, quick)
+            state = self._start(engine) if self.config.init else None
+            if is_plugin(split_name(self.config.method)[0]):  # a method of yours may break the contract
+                state = state or initial_state(engine, pretrain=False)
+                client = max(state.clients, key=lambda client: len(client.indices))
+                if len(client.indices) > 1:
+                    engine.try_step(state.server, client)
+
+    def specs(self) -> tuple[str, ...]:
+        """Whose code a run calls while it trains and evaluates: of these names, those that are files of a user."""
+        backbone = (self.config.backbone,) if isinstance(self.config.backbone, str) else ()
+        return (split_name(self.config.method)[0], *backbone, *self.detectors)
 
     def fresh_state(self) -> RunState:
         """The state before the first round."""
@@ -213,7 +225,7 @@ class Run:
         """
         if self.is_finished():
             return
-        with alone(self.folder, self.folder / CONFIG):
+        with alone(self.folder, self.folder / CONFIG), blamed(*self.specs()):
             if not self.is_finished():  # by a process that has just let go of it
                 yield from self._train(progress)
 
@@ -299,16 +311,17 @@ class Run:
         chosen = {name: resolve_detector(name) for name in detectors} or self.detectors
         if not self.finished_rounds():
             raise InputError(f"{self.folder} has no finished round yet: train it with foogd run --resume")
-        state = self.state()
-        lines = self.lines(state.server.round)
-        readout = self.method.readout(self.engine.nets())
-        for name in detectors:
-            if not chosen[name].applies(readout):
-                lacks = "part that the detector asks for"
-                if chosen[name].needs_score:
-                    lacks = "score network" if readout.score is None else "score network that knows classes"
-                raise InputError(f"detector {name} is not possible: method {self.config.method} has no {lacks}")
-        found = self._evaluate(state, chosen, progress)
+        with blamed(*self.specs(), *detectors):
+            state = self.state()
+            lines = self.lines(state.server.round)
+            readout = self.method.readout(self.engine.nets())
+            for name in detectors:
+                if not chosen[name].applies(readout):
+                    lacks = "part that the detector asks for"
+                    if chosen[name].needs_score:
+                        lacks = "score network" if readout.score is None else "score network that knows classes"
+                    raise InputError(f"detector {name} is not possible: method {self.config.method} has no {lacks}")
+            found = self._evaluate(state, chosen, progress)
         if (self.folder / SUMMARY).is_file():  # else training is not over, and the summary will be its last step
             self.write_summary(read_rows(self.folder), lines)
         return found
@@ -380,7 +393,8 @@ def make_federation(config: Config) -> Federation:
     root, on_bad = Path(config.data_root), config.on_bad
 
     def load(spec: str, sites: str = "") -> ImageStore:
-        return load_source(spec, root, sites=sites, on_bad=on_bad)  # type: ignore[arg-type]
+        with blamed(spec):
+            return load_source(spec, root, sites=sites, on_bad=on_bad)  # type: ignore[arg-type]
 
     return Federation.build(
         load(config.data, config.sites),

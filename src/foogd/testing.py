@@ -21,7 +21,7 @@ from .engine.graph import CannotCapture, guarded
 from .engine.rng import Streams, generator
 from .errors import InputError
 from .evaluate import evaluate
-from .methods.base import Method
+from .methods.base import Method, class_flaw, losses_flaw
 from .metrics import auroc
 from .nets.dropout import bind_dropout
 from .simulate import RunState, initial_state, restore_state, simulate, state_tensors
@@ -42,9 +42,15 @@ def check_method(method: Method, federation: Federation | None = None, config: C
     (it runs on the meta device); private values never travel and BN statistics do; results that do not depend on the
     order of clients and repeat with the seed; a state that saves and loads; and it learns separable data.
     """
+    assert isinstance(method, Method), f"{method!r} is no method: give an object of a class that extends foogd.Method"
+    flaw = class_flaw(type(method))
+    assert flaw is None, flaw
     federation = federation or tiny_federation()
     engine = EagerEngine(method, federation, replace(config, rounds=2))
-    _check_losses(method, federation, config)
+    try:
+        _check_losses(method, federation, config)
+    except InputError as error:  # FOOGD says so of its base
+        raise AssertionError(str(error)) from error
     _check_meta(method, federation, config)
     _check_travel(method, engine)
     _check_order(engine)
@@ -85,11 +91,13 @@ def _check_losses(method: Method, federation: Federation, config: Config) -> Non
         ctx = _context(nets, federation, phase.groups, rng, server, round)
         batch = method.extend(nets, batches.training(own[: config.batch_size], own, rng), ctx)
         losses = method.losses(nets, method.embed(nets, batch), ctx)
+        flaw = losses_flaw(losses, phase.groups)
+        assert flaw is None, flaw
         assert set(losses) == set(phase.groups), f"losses have the keys {sorted(losses)}, the groups are {phase.groups}"
         parameters = {g: [p for net in method.groups[g] for p in nets[net].parameters()] for g in phase.groups}
         for group, loss in losses.items():
-            assert loss.shape == (), f"the loss of {group!r} has shape {tuple(loss.shape)}; it must be a scalar"
             assert bool(torch.isfinite(loss)), f"the loss of {group!r} is {float(loss.detach())}"
+            assert loss.requires_grad, f"the loss of {group!r} has no gradient"
             for other, wanted in parameters.items():
                 found = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
                 reached = any(g is not None and bool((g != 0).any()) for g in found)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ..config import Config
 from ..data.federation import Federation
-from ..methods.base import Method
+from ..errors import InputError
+from ..methods.base import HINT, Method, need_losses
 from ..nets import make_backbone
 from ..nets.dropout import bind_dropout
 from ..nets.precision import in_bf16, resolve_precision
@@ -215,6 +216,19 @@ class EagerEngine:
                     client.optimiser = {**client.optimiser, **momentum_of(optimisers)}
         return {group: float(total) / ctx.steps[group] for group, total in totals.items()}
 
+    def try_step(self, server: ServerState, client: ClientState) -> None:
+        """One local step of each phase of the first round, to see what a method does before a run begins."""
+        phases = self.method.phases(0, self.config.rounds, self.config.local_epochs)
+        ctx = self._arrive(server, client, 0, phases)
+        own = client.indices.to(self.device)
+        bind_dropout(self._nets, ctx.rng("dropout"))
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            for phase in phases:
+                optimisers = self.optimisers(self._nets, phase, client.optimiser)
+                batch = self.batches.training(own[: self.config.batch_size], own, ctx.rng)
+                step = replace(ctx, groups=phase.groups)
+                local_step(self.method, self._nets, batch, step, optimisers, received=phase.received)
+
     def _arrive(
         self, server: ServerState, client: ClientState, round: int, phases: Sequence[Phase] = (), *purpose: str
     ) -> Context:
@@ -359,8 +373,13 @@ def local_step(
     With `received` the features are those of the nets as they arrived.
     """
     body = ctx.received if received else nets
-    losses = method.losses(nets, method.embed(body, method.extend(body, batch, ctx)), ctx)
     groups = list(optimisers)
+    found = method.losses(nets, method.embed(body, method.extend(body, batch, ctx)), ctx)
+    losses = need_losses(method, found, groups)
+    for group in groups:
+        if not losses[group].requires_grad:
+            name = type(method).__name__
+            raise InputError(f"the method {name} cannot be trained: the loss of {group!r} has no gradient; {HINT}")
     gradients = {
         group: torch.autograd.grad(
             losses[group],

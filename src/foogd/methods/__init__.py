@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import Field, fields, is_dataclass, replace
+from dataclasses import Field, fields, replace
 from typing import Any
 
 from ..errors import InputError
-from ..plugins import load_object
-from .base import Method
+from ..plugins import blamed, load_object
+from .base import HINT, Method, class_flaw
 from .fedatol import FedATOL
 from .fedavg import FedAvg
 from .fedbn import FedBN
@@ -94,8 +94,11 @@ def base_class(name: str) -> type[Method]:
     if ".py:" not in name:
         raise InputError(f"method {name!r} is not known: use {', '.join(method_names())} or file.py:Class")
     loaded = load_object(name, "method")
-    if not (isinstance(loaded, type) and issubclass(loaded, Method) and is_dataclass(loaded)):
+    if not (isinstance(loaded, type) and issubclass(loaded, Method)):
         raise InputError(f"{name} is {loaded!r}: a method is a dataclass that extends foogd.Method")
+    flaw = class_flaw(loaded)
+    if flaw is not None:
+        raise InputError(f"{name} is no method: {flaw}; {HINT}")
     return loaded
 
 
@@ -122,7 +125,9 @@ def make_method(name: str, settings: Mapping[str, Any] | None = None) -> Method:
             allowed = ", ".join(sorted(known)) or "none"
             raise InputError(f"method {name} has no setting {key!r}: it has {allowed}")
     base_name, suffix = split_name(name)
-    base = base_class(base_name)(**{key: value for key, value in settings.items() if known[key][0] is not FOOGD})
+    cls, own = base_class(base_name), {key: value for key, value in settings.items() if known[key][0] is not FOOGD}
+    with blamed(base_name):
+        base = cls(**own)
     if suffix == "+aug":
         return replace(base, views=2)  # type: ignore[type-var]
     if suffix == "+foogd":

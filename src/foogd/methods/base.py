@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import ClassVar
+from dataclasses import fields, is_dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from ..data.augment import fourier_mix
 from ..engine.arena import ServerNets
 from ..engine.rng import with_seed
+from ..errors import InputError
 from ..types import Batch, Context, Nets, Optimiser, Output, Phase, Readout, Rng, ServerState, Survey
 
 
@@ -228,6 +230,45 @@ class Method(ABC):
             return Output(z, classify(nets, z))
 
         return predict
+
+
+def class_flaw(cls: type[Method]) -> str | None:
+    """What is wrong with the class of a method, whatever it computes; None where nothing is."""
+    if not is_dataclass(cls):
+        return f"the class {cls.__name__} is no dataclass: a method needs @dataclass(frozen=True) above its class"
+    hidden = [item.name for item in fields(cls) if callable(getattr(Method, item.name, None))]
+    if hidden:
+        return f"the field {hidden[0]!r} of {cls.__name__} hides the hook Method.{hidden[0]}: give it another name"
+    return None
+
+
+def losses_flaw(losses: Any, groups: Iterable[str]) -> str | None:
+    """What is wrong with what `losses` returned for these groups; None where nothing is."""
+    wanted = f"a dict with one scalar tensor for each of the groups {', '.join(map(repr, groups))} is needed"
+    if not isinstance(losses, Mapping):
+        found = "nothing (is there a return?)" if losses is None else f"a {type(losses).__name__}"
+        return f"losses returned {found}, but {wanted}"
+    for group in groups:
+        if group not in losses:
+            return f"losses have the keys {sorted(map(str, losses))}, but {wanted}"
+        loss = losses[group]
+        if not isinstance(loss, Tensor):
+            return f"the loss of {group!r} is a {type(loss).__name__}; it must be a scalar tensor"
+        if loss.shape != ():
+            return f"the loss of {group!r} has shape {tuple(loss.shape)}; it must be a scalar"
+    return None
+
+
+def need_losses(method: Method, losses: Any, groups: Sequence[str]) -> dict[str, Tensor]:
+    """What a method's `losses` returned, where it can be used for these groups."""
+    flaw = losses_flaw(losses, groups)
+    if flaw is not None:
+        raise InputError(f"the method {type(method).__name__} cannot be trained: {flaw}; {HINT}")
+    found: dict[str, Tensor] = losses
+    return found
+
+
+HINT = "foogd.testing.check_method tells more"
 
 
 def linear_head(backbone: nn.Module, num_classes: int, stream: torch.Generator) -> nn.Linear:

@@ -37,7 +37,7 @@ from ..types import (
     Survey,
     both_views,
 )
-from .base import Method, feature_width
+from .base import Method, feature_width, need_losses
 from .fedavg import FedAvg
 
 
@@ -196,7 +196,8 @@ class FOOGD(Method):
         assert isinstance(score, ScoreNetwork)
         losses: dict[str, Tensor] = {}
         if self.train_base:
-            losses.update(self.base.losses(nets, self.seen_by_base(batch), ctx))
+            own = [group for group in ctx.groups if group in self.base.groups]
+            losses.update(need_losses(self.base, self.base.losses(nets, self.seen_by_base(batch), ctx), own))
             if self.lambda_a > 0 and self.body in losses:  # a term of weight 0 is left out, not added: 0·nan is nan
                 losses[self.body] = losses[self.body] + self.lambda_a * self.stein(score, batch)
         if "score" in ctx.groups:
