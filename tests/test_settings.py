@@ -1,10 +1,15 @@
 """From presets, TOML and `--set` to a checked configuration and method, and back to TOML."""
 
+import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from foogd import FedAvg, simulate
 from foogd.config import Config
 from foogd.errors import InputError
 from foogd.methods import FOOGD, PROFILES, make_method, method_names, method_settings
@@ -368,3 +373,50 @@ def test_a_method_that_cannot_be_made_is_refused(mine, name, word):
     sentence = refusal({}, {"method": f"{mine}:{name}"})
     assert word in sentence
     assert name in sentence
+
+
+# The configuration in Python
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("rounds", 0, "a whole number at least 1"),
+        ("rounds", "x", "a whole number at least 1"),
+        ("rounds", True, "a whole number at least 1"),
+        ("rounds", 2.0, "a whole number at least 1"),
+        ("seed", None, "a whole number at least 0"),
+        ("batch_size", 0, "a whole number at least 2"),
+        ("participation", 2.0, "a number above 0.0 and at most 1.0"),
+        ("lr", float("nan"), "a number above 0.0"),
+        ("lr", float("inf"), "a number above 0.0"),
+        ("flip", 1, "True or False"),
+        ("device", "gpu", "one of 'auto', 'cpu', 'cuda'"),
+        ("device", 0, "one of 'auto', 'cpu', 'cuda'"),
+        ("partition", "iid", "one of 'dirichlet', 'pathological', 'by_domain'"),
+        ("out", "digits", "a tuple of texts"),
+        ("severities", (1, 6), "a tuple of whole numbers at least 1 and at most 5"),
+        ("severities", 3, "a tuple of whole numbers at least 1 and at most 5"),
+        ("backbone", 3, "text or a function"),
+    ],
+)
+def test_python_refuses_what_the_command_refuses(key, value, allowed):
+    sentence = re.escape(f"{key} = {value!r} is not allowed: it must be {allowed}") + "$"
+    with pytest.raises(InputError, match=sentence):
+        Config(**{key: value})
+    with pytest.raises(InputError, match=sentence):
+        replace(Config(), **{key: value})
+
+
+def test_python_takes_what_can_be_used():
+    chosen = {"lr": 1, "out": ["digits"], "severities": (), "clients": 0, "backbone": Config, "device": "cuda:1"}
+    config = Config(**chosen, rounds=np.int64(3), alpha=np.float32(0.5))
+    assert {key: getattr(config, key) for key in chosen} == chosen
+    for preset in preset_names():
+        resolve(read_preset(preset), {})
+
+
+def test_a_gpu_that_is_not_there_is_named(federation, config, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError, match="device = 'cuda' is not possible: torch finds no GPU here; use auto or cpu"):
+        next(simulate(FedAvg(), federation, replace(config, device="cuda")))

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 from typing import Any
 
 from torch import nn
+
+from .errors import InputError
 
 Backbone = Callable[..., nn.Module]
 
@@ -24,9 +29,57 @@ def setting(default: Any, help: str, **limits: Any) -> Any:
     return field(default=default, metadata={"help": help, **limits})
 
 
+def limits_in_words(limits: Mapping[str, Any]) -> str:
+    """The end of "a whole number at least 1"; empty where there are no limits."""
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    found = [f"{word} {limits[key]}" for key, word in words.items() if key in limits]
+    return f" {' and '.join(found)}" if found else ""
+
+
+def quoted(values: Iterable[Any]) -> str:
+    """Values as in a program, with commas between."""
+    return ", ".join(repr(value) for value in values)
+
+
+def _within(value: Any, limits: Mapping[str, Any]) -> bool:
+    return (
+        ("ge" not in limits or value >= limits["ge"])
+        and ("gt" not in limits or value > limits["gt"])
+        and ("le" not in limits or value <= limits["le"])
+        and ("lt" not in limits or value < limits["lt"])
+    )
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+# A field's type as it is written below → what a value of it is, and how it is called.
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "int": (_whole, "a whole number"),
+    "float": (_number, "a number"),
+    "bool": (lambda value: isinstance(value, bool), "True or False"),
+    "str": (_text, "text"),
+    "str | Backbone": (lambda value: _text(value) or callable(value), "text or a function"),
+    "tuple[str, ...]": (_text, "a tuple of texts"),
+    "tuple[int, ...]": (_whole, "a tuple of whole numbers"),
+}
+
+
 @dataclass(frozen=True)
 class Config:
-    """What a run needs besides its method: data, clients, local training, evaluation."""
+    """What a run needs besides its method: data, clients, local training, evaluation.
+
+    A value that is of another type or beyond its limits raises InputError.
+    """
 
     method: str = setting("fedavg+foogd", "name of a method, or file.py:Class")
     seed: int = setting(0, "seed of weights, partition and every random draw", ge=0)
@@ -92,6 +145,22 @@ class Config:
     precision: str = setting(
         "auto", "of the backbone; auto: bf16 where steps are graphs, else fp32", choices=("auto", "fp32", "bf16")
     )
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value, limits = getattr(self, item.name), item.metadata
+            is_one, kind = _KINDS[str(item.type)]
+            many = kind.startswith("a tuple")
+            values = value if many and isinstance(value, tuple | list) else (value,)
+            right = many == isinstance(value, tuple | list) and all(is_one(v) and _within(v, limits) for v in values)
+            if "choices" in limits:
+                # In Python one of several GPUs may be named.
+                numbered = item.name == "device" and right and re.fullmatch(r"cuda:\d+", value)
+                right, kind = value in limits["choices"] or bool(numbered), f"one of {quoted(limits['choices'])}"
+            if not right:
+                raise InputError(
+                    f"{item.name} = {value!r} is not allowed: it must be {kind}{limits_in_words(limits)}"
+                )
 
     def digest(self, method_settings: Mapping[str, Any]) -> str:
         """A short name for (configuration, method settings); where the work is done is left out."""

@@ -36,7 +36,7 @@ from .data.sources import load_source
 from .data.store import ImageStore
 from .detect import Detector, resolve_detector
 from .engine.arena import Layout
-from .engine.eager import EagerEngine, Engine, resolve_device
+from .engine.eager import EagerEngine, Engine, resolve_device, usable_device
 from .engine.graph import GraphEngine, make_engine
 from .errors import InputError
 from .evaluate import Evaluation, Evaluator, Row, no_numbers
@@ -67,8 +67,7 @@ class Run:
     def __init__(self, folder: Path, config: Config, method: Method) -> None:
         self.folder, self.config, self.method = folder, config, method
         self.name = f"{config.method.replace('/', '_')}-s{config.seed}-{config.digest(method_settings(method))}"
-        if resolve_device(config.device).type == "cuda" and not torch.cuda.is_available():
-            raise InputError("device = 'cuda' is not possible: torch finds no GPU here; use auto or cpu")
+        usable_device(config.device)
         for kind in config.corruptions:
             if kind not in CORRUPTIONS:
                 raise InputError(f"corruption {kind!r} is not known: use {', '.join(CORRUPTIONS)}")

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import pydantic
 
-from .config import Config
+from .config import Config, limits_in_words, quoted
 from .errors import InputError
 from .methods import FOOGD, METHODS, PROFILES, make_method, method_fields, split_name
 from .methods.base import Method
@@ -144,7 +144,7 @@ def _profile(layer: Mapping[str, Any], name: str) -> dict[str, Any]:
         raise InputError(f"method {name} has no setting 'profile': only methods with +foogd have profiles")
     profile = layer["profile"]
     if not isinstance(profile, str) or profile not in PROFILES:
-        raise InputError(f"profile = {profile!r} is not allowed: it must be one of {_quoted(PROFILES)}")
+        raise InputError(f"profile = {profile!r} is not allowed: it must be one of {quoted(PROFILES)}")
     return dict(PROFILES[profile])
 
 
@@ -215,19 +215,9 @@ def _allowed(hint: Any, item: Field[Any]) -> str:
     """What a setting may be, in words."""
     hint = _plain(hint)
     if "choices" in item.metadata:
-        return f"one of {_quoted(item.metadata['choices'])}"
+        return f"one of {quoted(item.metadata['choices'])}"
     kinds = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     if get_origin(hint) is tuple:
         words = {int: "whole numbers", float: "numbers", str: "texts"}
-        return f"a list of {words[get_args(hint)[0]]}{_limits(item.metadata)}"
-    return kinds.get(hint, str(hint)) + _limits(item.metadata)
-
-
-def _limits(metadata: Mapping[str, Any]) -> str:
-    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    found = [f"{word} {metadata[key]}" for key, word in words.items() if key in metadata]
-    return f" {' and '.join(found)}" if found else ""
-
-
-def _quoted(values: Iterable[Any]) -> str:
-    return ", ".join(repr(value) for value in values)
+        return f"a list of {words[get_args(hint)[0]]}{limits_in_words(item.metadata)}"
+    return kinds.get(hint, str(hint)) + limits_in_words(item.metadata)

@@ -73,6 +73,14 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def usable_device(name: str) -> torch.device:
+    """The device of a run, which must be there."""
+    device = resolve_device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"device = {name!r} is not possible: torch finds no GPU here; use auto or cpu")
+    return device
+
+
 def fits(federation: Federation, device: torch.device, resident: str) -> bool:
     """Whether the images live on the device; `auto` leaves at least half of a GPU's free memory to training."""
     if device.type != "cuda" or resident != "auto":
@@ -87,7 +95,7 @@ class EagerEngine:
     def __init__(self, method: Method, federation: Federation, config: Config, *, graphs: bool = False) -> None:
         """With `graphs` it serves an engine that records its steps, and its precision is that engine's."""
         self.method, self.config = method, config
-        self.device = resolve_device(config.device)
+        self.device = usable_device(config.device)
         if self.device.type == "cpu":
             # Sums depend on the number of threads in their last bits, so a run says how many it uses.
             torch.set_num_threads(config.threads)

@@ -24,7 +24,7 @@ from ..nets.dropout import bind_dropout
 from ..types import ClientState, Context, Nets, Phase, ServerState, Survey, Update
 from .arena import SHARED, ServerNets, Slice
 from .batches import epoch_positions, steps_per_epoch
-from .eager import EagerEngine, fits, local_step, momentum_of, resolve_device
+from .eager import EagerEngine, fits, local_step, momentum_of, resolve_device, usable_device
 from .rng import derive_seed, generator
 
 if TYPE_CHECKING:
@@ -501,7 +501,7 @@ class GraphEngine:
 
 def why_not(federation: Federation, config: Config) -> str | None:
     """Why this run cannot be captured at all, or None."""
-    device = resolve_device(config.device)
+    device = usable_device(config.device)
     if device.type != "cuda":
         return "graphs need a GPU"
     if not fits(federation, device, config.resident):
