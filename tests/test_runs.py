@@ -84,6 +84,81 @@ def test_a_run_that_has_diverged_stops_and_says_so():
     assert len(read_rounds(run.folder)) < 9
 
 
+def test_a_run_without_any_usable_update_is_no_success():
+    """Too few rounds to stop early: the end says so, nothing is tested, and --resume says it again."""
+    run = make("lost", lr=1e30, rounds=2)
+    sentence = r"lost: no update could be used in any of the 2 rounds \(client \d: .*smaller lr"
+    training = run.train()
+    assert [next(training).round, next(training).round] == [1, 2]
+    with pytest.raises(InputError, match=sentence):
+        next(training)
+    assert len(read_rounds(run.folder)) == 2
+    assert not read_rows(run.folder)
+    assert not run.is_finished()
+    assert not (run.folder / "summary.md").exists()
+    with pytest.raises(InputError, match=sentence):
+        finish(reopen("lost"))
+
+
+METHOD = """
+from dataclasses import dataclass
+from foogd import FedAvg, Method
+
+@dataclass(frozen=True)
+class Mine(Method):
+    def losses(self, nets, batch, ctx):
+        return FedAvg().losses(nets, batch, ctx)
+"""
+NET = """
+from torch import nn
+
+def flat(shape):
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(8), nn.ReLU())
+"""
+PLUGINS = {"method": "mine.py:Mine", "backbone": "net.py:flat", "detectors": ("msp", "scores.py:norm")}
+
+
+@pytest.fixture
+def with_plugins():
+    Path("mine.py").write_text(METHOD)
+    Path("net.py").write_text(NET)
+    Path("scores.py").write_text("def norm(output):\n    return -output.z.norm(dim=1)\n")
+
+
+def edit(name):
+    path = Path(name)
+    path.write_text(path.read_text() + "\n# changed\n")
+
+
+@pytest.mark.parametrize(("name", "use"), [("mine.py", "method"), ("net.py", "backbone"), ("tiny.py", "data")])
+def test_a_run_does_not_go_on_with_other_code(with_plugins, name, use):
+    run = stop_after(make("a", **PLUGINS), 1)
+    edit(name)
+    before = contents(run.folder)
+    with pytest.raises(InputError, match=f"a: {name}, the file of the {use}, is not the one .*put it back, or begin"):
+        finish(reopen("a"))
+    assert contents(run.folder) == before
+    reopen("a").evaluate()  # what is there can still be looked at
+    path = run.folder / "environment.json"
+    about = json.loads(path.read_text())
+    assert about.pop("plugins")[use]["file"] == name
+    path.write_text(json.dumps(about))  # as of a run of before this was written down
+    assert finish(reopen("a")).is_finished()
+    edit(name)
+    assert finish(reopen("a")).is_finished()  # nothing is left to do
+
+
+def test_code_may_change_before_the_first_round_and_detectors_at_any_time(with_plugins):
+    make("a", **PLUGINS)
+    edit("mine.py")
+    stop_after(reopen("a"), 1)
+    edit("scores.py")
+    stop_after(reopen("a"), 1)
+    edit("mine.py")
+    with pytest.raises(InputError, match="the file of the method"):
+        finish(reopen("a"))
+
+
 def stop_after(run, rounds):
     """Train so many rounds and leave the rest."""
     training = run.train()

@@ -57,6 +57,13 @@ def is_plugin(spec: object) -> bool:
     return isinstance(spec, str) and spec.rpartition(":")[0].endswith(".py")
 
 
+def plugin_file(spec: str) -> dict[str, str]:
+    """The file in file.py:name and a hash of its text."""
+    file = spec.rpartition(":")[0]
+    path = _expanded(file)
+    return {"file": file, "sha256": hashlib.sha256(path.read_bytes() if path.is_file() else b"").hexdigest()}
+
+
 def lacks_memory(error: BaseException) -> bool:
     """Whether memory ran out; torch says so in three ways, one of them a plain RuntimeError."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)

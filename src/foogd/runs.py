@@ -44,7 +44,7 @@ from .methods import method_fields, method_settings, split_name
 from .methods.base import Method
 from .model import ABOUT, MODEL, detector_tensors, is_of, model_tensors, read_about, settings_digest
 from .nets.precision import resolve_precision
-from .plugins import blamed, is_plugin
+from .plugins import blamed, is_plugin, plugin_file
 from .report import Report, Table
 from .samples import SAMPLES, pack_samples, read_samples
 from .simulate import RoundResult, RunState, initial_state, restore_state, simulate, state_tensors
@@ -90,8 +90,8 @@ class Run:
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         try:
             write_atomic(draft / CONFIG, to_toml(run.settings()).encode())
-            about = json.dumps(environment(resolve_device(config.device), run.precision), indent=2)
-            write_atomic(draft / ENVIRONMENT, f"{about}\n".encode())
+            about = environment(resolve_device(config.device), run.precision)
+            write_environment(draft, about, run.plugins())
             for name, content in (files or {}).items():
                 write_atomic(draft / name, content)
             draft.chmod(0o755)
@@ -147,6 +147,37 @@ class Run:
                 raise InputError(
                     f"{self.folder}: the {name} are not those that the run began with (sha256 {digest[:12]}…, "
                     f"{PARTITION} has {str(known[name])[:12]}…): put them back, or begin a new run"
+                )
+
+    def plugins(self) -> dict[str, dict[str, str]]:
+        """The files of a user whose code the run calls, by what they are for, with a hash of each."""
+        names: dict[str, Any] = {
+            "method": split_name(self.config.method)[0],
+            "data": self.config.data,
+            "backbone": self.config.backbone,
+            **{f"out {number}": name for number, name in enumerate(self.config.out)},
+            **{f"detector {number}": name for number, name in enumerate(self.config.detectors)},
+        }
+        return {use: plugin_file(spec) for use, spec in names.items() if is_plugin(spec)}
+
+    def _check_plugins(self) -> None:
+        """Complain where code has changed since the first round; before it, what was written down is made new."""
+        path = self.folder / ENVIRONMENT
+        about = read_json(path) if path.is_file() else {}
+        before, now = about.get("plugins"), self.plugins()
+        if not isinstance(before, dict) or before == now:  # older runs have no record
+            return
+        if not self.finished_rounds():
+            write_environment(self.folder, about, now)
+            return
+        for use in ("method", "data", "backbone"):
+            kept = before.get(use)
+            digest = kept.get("sha256") if isinstance(kept, dict) else None
+            if use in now and digest and digest != now[use]["sha256"]:
+                file, found = now[use]["file"], now[use]["sha256"]
+                raise InputError(
+                    f"{self.folder}: {file}, the file of the {use}, is not the one that the run began with (sha256 "
+                    f"{found[:12]}…, {ENVIRONMENT} has {str(digest)[:12]}…): put it back, or begin a new run"
                 )
 
     @cached_property
@@ -230,11 +261,15 @@ class Run:
 
     def _train(self, progress: Progress | None) -> Iterator[RoundResult]:
         remove_drafts(self.folder)
+        self._check_plugins()
         if not (self.folder / PARTITION).is_file():
             write_partition(self.folder, self.federation)
         state = self.state()
         done = state.server.round
         lines = self.lines(done)
+        nothing = self._nothing_used(lines)
+        if nothing is not None:
+            raise InputError(nothing)
         found = {(row.round, row.detector) for row in read_rows(self.folder)}
         lost = [round for round in range(1, done) if self.is_due(round) and (round, None) not in found]
         if lost:
@@ -245,9 +280,12 @@ class Run:
         lost_rounds = 0
         for result in simulate(self.method, self.federation, self.config, self.engine, start=state):
             self.keep_round(lines, result)
-            if self.is_due(result.round):
+            nothing = self._nothing_used(lines)
+            if self.is_due(result.round) and nothing is None:
                 self._evaluate(result.state, self.detectors, progress)
             yield result
+            if nothing is not None:
+                raise InputError(nothing)
             lost_rounds = lost_rounds + 1 if len(result.refused) == len(result.participants) else 0
             if lost_rounds == LOST_ROUNDS and result.round < self.config.rounds:
                 client, reason = next(iter(result.refused.items()))
@@ -256,6 +294,17 @@ class Run:
                     f"{result.round} (client {client}: {reason}); the training has diverged: use a smaller lr"
                 )
         self.write_summary(read_rows(self.folder), lines)
+
+    def _nothing_used(self, lines: Sequence[Mapping[str, Any]]) -> str | None:
+        """A sentence where all rounds are over and no update was ever used: the model is what it was at the start."""
+        used = any(len(line["refused"]) < len(line["participants"]) for line in lines)
+        if len(lines) < self.config.rounds or used:
+            return None
+        client, reason = next(iter(lines[-1]["refused"].items()))
+        return (
+            f"{self.folder}: no update could be used in any of the {len(lines)} rounds (client {client}: {reason}); "
+            "nothing was learnt: use a smaller lr, or look at the losses of the method"
+        )
 
     def keep_round(self, lines: list[dict[str, Any]], result: RoundResult) -> None:
         """Write down a finished round: its line after those of the rounds before, then the checkpoint."""
@@ -572,6 +621,12 @@ def remove_drafts(folder: Path) -> None:
 
 def _jsonl(items: Sequence[Mapping[str, Any]]) -> bytes:
     return "".join(json.dumps(item) + "\n" for item in items).encode()
+
+
+def write_environment(folder: Path, about: Mapping[str, Any], plugins: Mapping[str, Any]) -> None:
+    """`environment.json`: what a run is made with, and which files of a user it calls."""
+    content = {**about, "plugins": plugins} if plugins else about
+    write_atomic(folder / ENVIRONMENT, f"{json.dumps(content, indent=2)}\n".encode())
 
 
 def read_json(path: Path) -> dict[str, Any]:
