@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,18 @@ from foogd.cli_study import Screen
 from foogd.errors import InputError
 from foogd.runs import Run
 from foogd.settings import read_run_config
-from foogd.study import Evaluating, Failed, Finished, Job, Progressed, Started, possible_workers, train_all, work
+from foogd.study import (
+    Evaluating,
+    Failed,
+    Finished,
+    Job,
+    Progressed,
+    Started,
+    _failure,
+    possible_workers,
+    train_all,
+    work,
+)
 
 DATA = """
 import os, signal
@@ -79,12 +91,22 @@ def test_a_run_that_fails_and_one_that_is_killed_do_not_stop_the_others(make):
     failed = {event.folder.name: event for event in events if isinstance(event, Failed)}
     assert failed.keys() == {"killed", "fails"}
     assert "killed" in failed["killed"].reason
-    assert failed["fails"].reason == "MyError: mine"
-    assert failed["fails"].error is None  # it cannot be made again in another process
-    assert "unlucky" in failed["fails"].trace
+    assert failed["fails"].reason == "data.py failed in line 18, in unlucky: MyError: mine"
+    assert "raise MyError(1, 2)" in failed["fails"].trace
     rounds = [(event.folder.name, event.round) for event in events if isinstance(event, Progressed)]
     assert rounds == [("good", 1), ("good", 2), ("also", 1), ("also", 2)]
     assert all(Run.open(folder, read_run_config).is_finished() for folder in folders[2:])
+
+
+def test_an_error_that_cannot_be_made_again_in_another_process_is_told_in_words():
+    class Odd(Exception):
+        def __init__(self, a, b):
+            super().__init__("mine")
+
+    failed = _failure(Path("a"), Odd(1, 2))
+    assert (failed.reason, failed.error) == ("Odd: mine", None)
+    assert "Odd: mine" in failed.trace
+    assert _failure(Path("a"), InputError("no")).trace == ""
 
 
 def test_an_evaluation_tells_how_far_it_is_until_all_images_are_seen(make):

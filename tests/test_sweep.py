@@ -205,11 +205,11 @@ def test_a_run_that_fails_is_named_at_the_end_with_exit_code_1_and_the_others_ar
     words = ("sweep", "other.toml", "--out", "o", "--workers", "1")
     code, printed, _ = foogd(*words)
     assert code == 1
-    assert "failed: bad.py_Bad: ZeroDivisionError: by nobody" in printed
+    assert "failed: bad.py_Bad: bad.py failed in line 7, in losses: ZeroDivisionError: by nobody" in printed
     text = Path("o/table.md").read_text()
     assert "| fedavg | MSP |" in text
-    assert "- bad.py_Bad: ZeroDivisionError: by nobody" in text
-    assert "in losses" in Path("o/failures.txt").read_text()
+    assert "- bad.py_Bad: bad.py failed in line 7, in losses: ZeroDivisionError: by nobody" in text
+    assert "raise ZeroDivisionError" in Path("o/failures.txt").read_text()
     code, printed, _ = foogd(*words)
     assert code == 1
     assert "1 of 2 runs are left" in printed

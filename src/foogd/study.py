@@ -174,7 +174,8 @@ def _begin(job: Job, failed: set[Path], prepare: Callable[[Path], None] | None) 
 
 
 def _failure(folder: Path, error: Exception) -> Failed:
-    trace = "" if isinstance(error, InputError) else "".join(traceback.format_exception(error))
+    plain = isinstance(error, InputError) and error.__cause__ is None  # else it came up in a file of the user
+    trace = "" if plain else "".join(traceback.format_exception(error))
     words = " ".join(str(error).split()) or type(error).__name__
     reason = words if isinstance(error, InputError) else f"{type(error).__name__}: {words}"
     try:
