@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,8 @@ from foogd.detect import DETECTORS
 from foogd.errors import InputError
 from foogd.evaluate import Row
 from foogd.report import Table
-from foogd.runs import load_values, make_federation, read_rows, write_atomic
-from foogd.sweep import SCALES, plan, read_sweep, sweep_names, sweep_tables, tables_text, with_data
+from foogd.runs import Run, check_together, load_values, make_federation, read_rows, write_atomic
+from foogd.sweep import SCALES, plan, read_sweep, sweep_names, sweep_reports, sweep_tables, tables_text, with_data
 
 METHODS = {
     "fedavg", "fedln", "fedatol", "fedt3a", "fediir", "fedavg+foogd", "fedrod", "foster", "fedthe", "fedicon",
@@ -124,11 +125,37 @@ def test_scales_cut_seeds_and_alphas_but_not_what_the_sweep_is_about():
         ('base = "preset.toml"\ngird = 1', ["'gird'", "grid"]),
         ("title = 'x'", ["no base"]),
         ('base = "nowhere"', ["'nowhere'", "cifar10"]),
+        ("base = 3", ["base = 3", "text"]),
+        ('base = "preset.toml"\ntitle = 5', ["title = 5", "text"]),
+        ('base = "preset.toml"\nset = 3', ["set = 3", "table"]),
+        ('base = "preset.toml"\ngrid = 3', ["grid = 3", "table of lists"]),
+        ('base = "preset.toml"\nvariants = "abc"', ["variants = 'abc'", "[[variants]]"]),
+        ('base = "preset.toml"\nvariants = [1, 2]', ["variant 1", "[[variants]]"]),
+        ('base = "preset.toml"\n[[variants]]\nname = "a"\ngrid = 3', ["variant 'a'", "grid = 3", "table of lists"]),
+        ('base = "preset.toml"\n[[variants]]\nname = "a"\nstart = 3', ["variant 'a'", "start = 3"]),
+        ('base = "preset.toml"\ntiny = 3', ["tiny = 3", "[tiny.set]"]),
+        ('base = "preset.toml"\n[tiny]\nsett = {}', ["[tiny]", "'sett'", "grid, set"]),
+        ('base = "preset.toml"\n[small]\nset = 3', ["[small]", "set = 3", "[small.set]"]),
+        ('base = "preset.toml"\n[small]\ngrid = 3', ["[small]", "grid = 3", "table of lists"]),
+        ('base = "preset.toml"\nsections = 3', ["sections = 3", "list"]),
+        ('base = "preset.toml"\nsections = "alpha"', ["sections = 'alpha'", "list"]),
+        ('base = "preset.toml"\nsections = ["alhpa"]', ["'alhpa'", "did you mean 'alpha'?"]),
+        # settings
+        ('base = "preset.toml"\n[set]\nruonds = 3', ["'ruonds'", "did you mean 'rounds'?"]),
+        ('base = "preset.toml"\n[set.foogdd]\nlambda_m = 0', ["[foogdd]", "[foogd]"]),
+        ('base = "preset.toml"\n[grid]\nsed = [3]', ["'sed'", "did you mean 'seed'?"]),
+        ('base = "preset.toml"\n[grid]\nseed = [0, "a"]', ["run run-seed=a", "seed = 'a'"]),
+        ('base = "preset.toml"\n[[variants]]\nname = "a"\nnmae = "b"', ["run a:", "'nmae'"]),
         ('base = "preset.toml"\n[grid]\nseed = 3', ["seed = 3", "list"]),
         ('base = "preset.toml"\n[grid]\nseed = []', ["seed = []", "list"]),
         ('base = "preset.toml"\n[grid]\nseed = [0, 0]', ["two runs", "seed=0"]),
         ('base = "preset.toml"\n[[variants]]\nmethod = "fedavg"', ["without a name"]),
         ('base = "preset.toml"\n[[variants]]\nname = "a"\nstart = "b"', ["'b'"]),
+        ('base = "preset.toml"\n[[variants]]\nname = "a"\nstart = "a"', ["'a' can begin", "starts from 'a'"]),
+        (
+            'base = "preset.toml"\n[[variants]]\nname = "a"\nstart = "b"\n[[variants]]\nname = "b"\nstart = "a"',
+            ["'a' can begin", "starts from 'b', which starts from 'a'"],
+        ),
         ('base = "preset.toml"\n[grid]\nseed=[1]\n[[variants]]\nname = "a"\nseed = 2', ["'a' sets seed"]),
         (
             'base = "preset.toml"\n[grid]\nseed=[1]\n[[variants]]\nname = "a"\ngrid = {seed = [2]}\n'
@@ -139,11 +166,12 @@ def test_scales_cut_seeds_and_alphas_but_not_what_the_sweep_is_about():
 )
 def test_a_sweep_that_is_wrong_is_refused_in_one_sentence(foogd, text, words):
     Path("other.toml").write_text(text)
-    code, _, complaint = foogd("sweep", "other.toml", "--out", "o")
-    assert code == 2
-    assert complaint.count("\n") == 1
-    assert all(word in complaint for word in words), complaint
-    assert not Path("o").exists()
+    for more in ([], ["--plan"]):
+        code, printed, complaint = foogd("sweep", "other.toml", "--out", "o", *more)
+        assert (code, printed) == (2, "")
+        assert complaint.count("\n") == 1
+        assert all(word in complaint for word in words), complaint
+        assert not Path("o").exists()
 
 
 @pytest.mark.parametrize(
@@ -156,6 +184,8 @@ def test_a_sweep_that_is_wrong_is_refused_in_one_sentence(foogd, text, words):
         (["sweep.toml", "--workers", "x"], ["--workers", "'x'"]),
         (["sweep.toml", "--set", "rounds=0"], ["plain-alpha=0.5-seed=0", "rounds = 0"]),
         (["sweep.toml", "--set", "data=nothing"], ["'nothing'"]),
+        (["sweep.toml", "--set", "seed=[7,8]", "--plan"], ["seed = [7, 8]", "a whole number"]),
+        (["sweep.toml", "--set", "clients=many", "--scale", "tiny"], ["clients = 'many'", "a whole number"]),
         (["sweep.toml", "--tracker", "pencil"], ["'pencil'", "tensorboard"]),
     ],
 )
@@ -166,7 +196,104 @@ def test_an_option_that_is_wrong_is_refused_before_anything_is_made(foogd, optio
     assert not Path("o").exists()
 
 
+@pytest.mark.parametrize("scale", ["full", "tiny"])
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("detectors=mspp", ["'mspp'", "msp"]),
+        ("detectors=none.py:own", ["none.py", "does not exist in"]),
+        ("corruptions=fogg", ["'fogg'", "fog"]),
+        ("backbone=nope", ["nope", "cnn"]),
+        ("aggregation=meen", ["'meen'", "median"]),
+        ("aggregation=mean,score=median", ["'score'", "this method has model"]),
+        ("clients=0", ["clients is 0", "at least 1"]),
+        ("leave_out=x", ["leave_out = 'x'", "domains"]),
+        ("partition=by_domain", ["by_domain", "domains"]),
+        ("init=none", ["none", "does not exist"]),
+    ],
+)
+def test_a_setting_that_no_run_can_have_is_refused_before_anything_is_made(foogd, here, scale, setting, words):
+    before = sorted(here.rglob("*"))
+    words = ["sweep sweep, run plain-alpha=0.5-seed=0: ", *words]
+    code, printed, complaint = foogd("sweep", "sweep.toml", "--scale", scale, "--out", "o/p", "--set", setting)
+    assert (code, printed) == (2, "")
+    assert complaint.count("\n") == 1
+    assert all(word in complaint for word in words), complaint
+    assert sorted(here.rglob("*")) == before
+
+
+def test_checks_read_each_data_set_once_and_leave_errors_of_users_code_to_the_runs(here):
+    counting = MINE.replace("(root):", "(root):\n    open(f'{root}/asked', 'a').write('x')", 1)
+    Path("mine.py").write_text(f"{counting}\ndef broken(root):\n    return 1 / 0\n")
+    found = plan("sweep", read_sweep("sweep.toml"), overrides={"data_root": str(here)})
+    pairs = [found.resolved(point, Path("o")) for point in found.points if not point.start]
+    runs = [Run(Path("o") / str(number), *both) for number, both in enumerate(pairs)]
+    check_together(runs)
+    assert Path("asked").read_text() == "x"
+    check_together([Run(Path("o"), replace(pairs[0][0], data="mine.py:broken"), pairs[0][1])])
+    with pytest.raises(InputError, match=r"run 3: .*clients is 0"):
+        check_together([*runs[:3], Run(Path("o/3"), replace(pairs[3][0], clients=0), pairs[3][1])])
+
+
+def test_a_file_in_the_place_of_the_folder_is_named(foogd):
+    for options in ([], ["--plan"]):
+        code, printed, complaint = foogd("sweep", "sweep.toml", "--out", "sweep.toml", *options)
+        assert (code, printed) == (2, "")
+        assert "sweep.toml cannot be a folder: sweep.toml is a file" in complaint
+    assert Path("sweep.toml").read_text() == SWEEP
+
+
 # Runs
+
+
+def test_plug_ins_beside_the_sweep_are_found_from_any_folder(foogd, here, monkeypatch):
+    Path("plug").mkdir()
+    Path("plug/my.py").write_text(
+        "from dataclasses import dataclass\nimport foogd\nfrom foogd import Method\n"
+        "@dataclass(frozen=True)\nclass Mine(Method):\n    'Mine.'\n"
+        "    def losses(self, nets, batch, ctx):\n"
+        "        return {'model': nets['head'](batch.z).square().mean()}\n"
+        "def norm(output):\n    return -output.z.norm(dim=1)\n"
+    )
+    Path("plugged.toml").write_text(
+        'base = "preset.toml"\n[set]\nrounds = 1\ndetectors = ["msp", "plug/my.py:norm"]\n'
+        '[grid]\nmethod = ["plug/my.py:Mine", "fedavg"]\n'
+    )
+    words = ("sweep", here / "plugged.toml", "--workers", "1", "--set", f"data_root={here}/data", "--out")
+    for scale, out in (("full", here / "o"), ("tiny", here / "t")):
+        monkeypatch.chdir(here)
+        assert foogd(*words, out, "--scale", scale)[0] == 0
+        shutil.rmtree(out / "runs/fedavg")
+        Path("elsewhere").mkdir(exist_ok=True)
+        monkeypatch.chdir("elsewhere")
+        code, printed, complaint = foogd(*words, out, "--scale", scale)
+        assert (code, complaint) == (0, "")
+        assert "1 of 2 runs are left" in printed
+        assert "| plug/my.py:Mine | my.py:norm |" in (out / "table.md").read_text()
+    # Runs of an earlier version name plug-ins as the sweep does.
+    config = here / "o/runs/plug_my.py_Mine/config.toml"
+    config.write_text(config.read_text().replace(f"{here}/", ""))
+    assert 'method = "plug/my.py:Mine"' in config.read_text()
+    monkeypatch.chdir(here)
+    assert foogd(*words, here / "o")[0] == 0
+
+
+def test_the_screen_shows_some_detectors_where_there_are_many_and_the_file_all(foogd):
+    many = ["msp", "energy", "max_logit", "ash", "react", "knn"]
+    Path("preset.toml").write_text(PRESET.replace('["msp", "score_norm"]', json.dumps(many)))
+    Path("other.toml").write_text('base = "preset.toml"\n[set]\nrounds = 1\n[grid]\nmethod = ["fedavg"]')
+    words = ("sweep", "other.toml", "--workers", "1", "--out")
+    code, printed, _ = foogd(*words, "o")
+    assert code == 0
+    assert "MSP" in printed
+    assert "KNN" not in printed
+    assert "Tables of all detectors: o/table.md" in printed
+    assert "| fedavg | KNN |" in Path("o/table.md").read_text()
+    # A sweep that chooses its detectors is about them.
+    code, printed, _ = foogd(*words, "p", "--set", f"detectors={json.dumps(many)}")
+    assert code == 0
+    assert "KNN" in printed
+    assert "all detectors" not in printed
 
 
 def test_a_sweep_trains_all_and_goes_on_where_it_was_and_starts_from_what_it_should(foogd):
@@ -311,7 +438,7 @@ def test_tables_keep_sections_and_lines_apart(tmp_path):
         ]  # fmt: skip
         text = "".join(json.dumps(row.as_dict()) + "\n" for row in rows)
         write_atomic(tmp_path / "runs" / point.name / "rows.jsonl", text.encode())
-    tables = sweep_tables(found, tmp_path)
+    tables = sweep_tables(sweep_reports(found, tmp_path))
     assert [table.title.partition(":")[0] for table in tables[:4]] == ["alpha = 0.1"] * 2 + ["alpha = 5.0"] * 2
     assert tables[0].rows == (
         ("fedavg, batch_size=32", "–", "0.5 ± 0.7", "0.5 ± 0.7"),
@@ -321,11 +448,13 @@ def test_tables_keep_sections_and_lines_apart(tmp_path):
     assert tables[1].rows[1] == ("snow", "0.5 ± 0.7", "2.5 ± 0.7")
     assert tables[4].columns == ("method", "alpha = 0.1", "alpha = 5.0", "mean")
     assert tables[4].rows[0] == ("fedavg, batch_size=32", "0.5 ± 0.7", "4.5 ± 0.7", "2.5 ± 0.7")
-    without = sweep_tables(found, tmp_path, [point.name for point in found.points if point.settings["seed"] == 1])
+    lost = [point.name for point in found.points if point.settings["seed"] == 1]
+    without = sweep_tables(sweep_reports(found, tmp_path, lost))
     assert without[0].rows[0][2] == "0.0"
     # Seed 0 of one section has no partner in seed 1 of the other.
     lost = [p.name for p in found.points if p.settings["seed"] == (p.settings["alpha"] == 0.1)]
-    assert sweep_tables(found, tmp_path, lost)[-2].rows[0] == ("fedavg, batch_size=32", "0.0", "5.0", "–")
+    tables = sweep_tables(sweep_reports(found, tmp_path, lost))
+    assert tables[-2].rows[0] == ("fedavg, batch_size=32", "0.0", "5.0", "–")
 
 
 # The paper's experiments

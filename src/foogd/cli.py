@@ -29,7 +29,7 @@ from rich.table import Table as RichTable
 
 from .cli_data import data_app, decode
 from .cli_flower import flower_app
-from .cli_parts import Set, console, make_app, open_or_create, rich_table, say, whole_number
+from .cli_parts import SHOWN, Set, console, make_app, open_or_create, rich_table, say, whole_number
 from .cli_report import add_report_commands
 from .cli_study import add_study_commands
 from .data.federation import client_labels
@@ -51,8 +51,6 @@ from .study import Evaluating, Progressed, train_all
 from .trackers import check_tracker, tracked
 
 UsageError: Any = typer.BadParameter.__base__  # typer has no public name for it
-# Detectors on the screen where many methods stand side by side.
-SHOWN = ("msp", "energy", "span_own", "score_norm", "score_span")
 SILENCE = 20.0  # seconds after which an evaluation whose output is a file says how far it is
 DEMO_METHODS = ("fedavg", "fedavg+aug", "fedrod", "fedavg+foogd", "fedrod+foogd")
 
@@ -447,7 +445,9 @@ def main() -> None:
     try:
         code = app(sys.argv[1:] or ["--help"], prog_name="foogd", standalone_mode=False)
     except UsageError as error:
-        about = " ".join(error.format_message().split())
+        # Some versions of typer and click have a hint each, one of them in the message already.
+        text = error.message if "Did you mean" in error.message else error.format_message()
+        about = " ".join(text.split())
         command = error.ctx.command_path if error.ctx else "foogd"
         fail(f"{about.rstrip('.')}; see {command} --help")
     except InputError as error:

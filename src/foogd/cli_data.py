@@ -28,7 +28,7 @@ data_app = make_app(
     no_args_is_help=True,
 )
 
-Names = Annotated[list[str], typer.Argument(metavar="NAME", help="Names from foogd data list.")]
+Names = Annotated[list[str], typer.Argument(metavar="NAME...", help="Names from foogd data list.")]
 Root = Annotated[Path, typer.Option(metavar="DIR", help="Folder of the data sets (data_root of a run).")]
 
 

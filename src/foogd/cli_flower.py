@@ -27,6 +27,7 @@ from .flower.processes import (
     supernode_command,
     wait_for_server,
 )
+from .runs import need_folder
 from .settings import parse_assignments, read_preset, resolve
 
 ADDRESS = "127.0.0.1:8000"
@@ -90,6 +91,7 @@ def init(
     path = folder / "pyproject.toml"
     if path.exists():
         raise InputError(f"{path} exists already: choose another folder")
+    need_folder(folder, "folder")
     folder.mkdir(parents=True, exist_ok=True)
     known = [item for item in fields(Options) if item.name not in ("preset", "settings")]
     lines = [f"{item.name} = {_toml(item.default)}".ljust(27) + f"# {item.metadata['help']}" for item in known]
@@ -113,6 +115,7 @@ def split(
     overrides = {"corruptions": (), **parse_assignments(settings or [])}
     overrides["clients"] = whole_number("--clients", clients, 1)
     config, _ = resolve(read_preset(preset), overrides)
+    need_folder(out)
     for place in write_shards(config, out):
         say(str(place))
 
@@ -132,6 +135,7 @@ def serve(
         check_certificates(certs)
     if known_nodes and certs is None:
         raise InputError("--known-nodes needs TLS: give --certs DIR")
+    need_folder(state, "--state")
     state.mkdir(parents=True, exist_ok=True)
     command = superlink_command(address, state=state, certificates=certs, known_nodes_only=known_nodes)
     become(command, environment(state / "flwr"))
@@ -228,6 +232,7 @@ def certs(
     require_flower()
     from .flower.certificates import write_certificates
 
+    need_folder(folder, "folder")
     write_certificates(folder, host or ["127.0.0.1", "localhost"])
     say(f"{folder}: ca.crt goes to every node and to who submits; server.crt and server.key stay on the server; "
         "ca.key signs, keep it safe")  # fmt: skip
@@ -236,12 +241,13 @@ def certs(
 @flower_app.command()
 def keys(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the keys.")],
-    names: Annotated[list[str], typer.Argument(metavar="NAME", help="Names of nodes.")],
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names of nodes.")],
 ) -> None:
     """Make a key pair for each node. Example: foogd flower keys keys hospital-a hospital-b"""
     require_flower()
     from .flower.certificates import write_keys
 
+    need_folder(folder, "folder")
     for path in write_keys(folder, names):
         say(f"{path.with_suffix('')} goes to its node; register {path} on the server")
 

@@ -19,6 +19,9 @@ from .report import Table
 from .runs import Run
 from .settings import read_run_config
 
+# Detectors on the screen where many methods stand side by side.
+SHOWN = ("msp", "energy", "span_own", "score_norm", "score_span")
+
 console = Console(width=None if sys.stdout.isatty() else 140)  # a file has no width of its own
 
 Set = Annotated[

@@ -11,7 +11,7 @@ from .cli_parts import say, whole_number
 from .documents import csv_report, latex_report, markdown_report
 from .errors import InputError
 from .records import collect, find_runs
-from .runs import write_atomic
+from .runs import need_file, need_folder, write_atomic
 
 FORMATS = {".html": "html", ".htm": "html", ".md": "md", ".csv": "csv", ".tex": "latex"}
 Places = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders of them.")]
@@ -41,6 +41,7 @@ def report(
     if chosen is None:
         raise InputError(f"--out {str(out)!r} does not say a format: end it in {', '.join(FORMATS)}, or give --format")
     most = whole_number("--maps", maps, 0)
+    need_file(out)
     collection = collect(find_runs(runs, say))
     if chosen == "html":
         from .html import html_report
@@ -48,10 +49,13 @@ def report(
         text = html_report(collection, title=title, maps=most, tell=say)
     else:
         text = {"md": markdown_report, "csv": csv_report, "latex": latex_report}[chosen](collection)
-    write_atomic(out, text.encode())
+    data = text.encode()
+    write_atomic(out, data)
     for note in collection.notes:
         say(note)
-    say(f"{len(collection.records)} runs in {out} ({len(text.encode()) / 2**20:.1f} MiB)")
+    count, size = len(collection.records), len(data) / 2**10
+    amount = f"{size:.1f} KiB" if size < 2**10 else f"{size / 2**10:.1f} MiB"
+    say(f"{count} run{'' if count == 1 else 's'} in {out} ({amount})")
 
 
 def figures(
@@ -63,13 +67,15 @@ def figures(
     """Figures of runs in files, vector and PNG. Example: foogd figures runs/demo --out figures"""
     if vector not in ("pdf", "svg"):
         raise InputError(f"--vector {vector!r} is not allowed: use pdf or svg")
+    most = whole_number("--maps", maps, 0)
+    need_folder(out)
     from .figures import all_figures, save_figure
 
     count = 0
     collection = collect(find_runs(runs, say))
-    for name, figure in all_figures(collection, maps=whole_number("--maps", maps, 0), tell=say):
+    for name, figure in all_figures(collection, maps=most, tell=say):
         save_figure(out / name, figure, vector)
         count += 1
     for note in collection.notes:
         say(note)
-    say(f"{count} figures in {out}, each as {vector.upper()} and PNG")
+    say(f"{count} figure{'' if count == 1 else 's'} in {out}, each as {vector.upper()} and PNG")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, final
@@ -16,15 +17,29 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from .cli_data import decode
-from .cli_parts import Set, console, open_or_create, rich_table, say, whole_number
+from .cli_parts import SHOWN, Set, console, open_or_create, rich_table, say, whole_number
 from .compare import compare_runs
 from .config import Config
 from .errors import InputError
 from .methods.base import Method
-from .runs import Run, write_atomic
+from .runs import Run, check_together, need_file, need_folder, write_atomic
 from .settings import parse_assignments, read_run_config
 from .study import Evaluating, Event, Failed, Job, Progressed, Started, possible_workers, work
-from .sweep import FAILURES, RUNS, TABLE, Plan, plan, read_sweep, sweep_names, sweep_tables, tables_text, with_data
+from .sweep import (
+    FAILURES,
+    RUNS,
+    SCALES,
+    TABLE,
+    Plan,
+    plan,
+    read_sweep,
+    shortened,
+    sweep_names,
+    sweep_reports,
+    sweep_tables,
+    tables_text,
+    with_data,
+)
 from .toy import (
     CLIENTS,
     TARGET,
@@ -51,7 +66,9 @@ def add_study_commands(app: typer.Typer) -> None:
 def sweep(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="A sweep of the package, or a TOML file.")] = None,
     scale: Annotated[str, typer.Option(help="tiny: a minute; small: on a processor; full: as it stands.")] = "full",
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Its folder; default runs/NAME-SCALE.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Its folder; default runs/NAME, or runs/NAME-SCALE at a scale.")
+    ] = None,
     workers: Annotated[str, typer.Option(metavar="N", help="Runs side by side; 0: one a core, one on a GPU.")] = "0",
     tracker: Annotated[str, typer.Option(help="tensorboard, wandb or mlflow.")] = "",
     settings: Set = None,
@@ -65,36 +82,73 @@ def sweep(
     if name is None:
         raise InputError("name a sweep: foogd sweep --list shows them, or give a TOML file")
     title = Path(name).stem if name.endswith(".toml") else name
-    this = plan(title, read_sweep(name), scale, parse_assignments(settings or []))
+    beside = Path(name).parent if name.endswith(".toml") else None
+    this = plan(title, read_sweep(name), scale, parse_assignments(settings or []), beside=beside)
     folder = out or Path("runs") / (this.name if scale == "full" else f"{this.name}-{scale}")
     side_by_side = whole_number("--workers", workers, 0)
     check_tracker(tracker)
+    need_folder(folder)
+    # Whatever is wrong with a setting is said before anything is made. Runs name each other, their data and plug-ins by
+    # full paths, so that the same sweep is found again from anywhere.
+    place = folder.resolve()
+    found = resolve_all(this, place)
     if planned:
         for point in this.points:
             say(f"{point.name}" + (f", after {point.start}" if point.start else ""))
         return
-    # Whatever is wrong with a setting is said before anything is made. Runs name each other and their data by full
-    # paths, so that the same sweep is found again from anywhere.
-    place = folder.resolve()
-    found = {place / RUNS / point.name: this.resolved(point, place) for point in this.points}
-    asked, this = this, with_data(this, place, [config for config, _ in found.values()])
-    if this is not asked:
-        found = {place / RUNS / point.name: this.resolved(point, place) for point in this.points}
-    for sentence in this.warnings:
-        console.print(escape(sentence), style="bold red", highlight=False)
+    for point in this.points:
+        with this.naming(point):
+            Run(place / RUNS / point.name, *found[place / RUNS / point.name])
+    configs = [config for config, _ in found.values()]
+    if SCALES[scale].train and not (place / RUNS).exists():
+        with tempfile.TemporaryDirectory() as trial:
+            try_out(this, Path(trial), configs)
+    this = with_data(this, place, configs)
+    found = resolve_all(this, place)
     for config in {(c.data, c.out, c.data_root): c for c, _ in found.values()}.values():
         decode(config)
+    check_runs(this, found)
+    for sentence in this.warnings:
+        console.print(escape(sentence), style="bold red", highlight=False)
     failures = train_sweep(this, folder, found, side_by_side, tracker)
     finish(this, folder, failures)
     if failures:
         sys.exit(1)
 
 
+def resolve_all(this: Plan, place: Path) -> dict[Path, tuple[Config, Method]]:
+    """Configuration and method of each run, by its folder."""
+    return {place / RUNS / point.name: this.resolved(point, place) for point in this.points}
+
+
+def try_out(this: Plan, trial: Path, configs: Sequence[Config]) -> None:
+    """Check the runs with the data of their scale in a folder that does not stay."""
+    tried = with_data(this, trial, configs)
+    found = resolve_all(tried, trial)
+    if not tried.stand_ins:  # what is decoded from samples would be kept below the folder of the real data
+        found = {place: (replace(config, data_root=str(trial)), method) for place, (config, method) in found.items()}
+    check_runs(tried, found)
+
+
+def check_runs(this: Plan, found: Mapping[Path, tuple[Config, Method]]) -> None:
+    """Find what is wrong with data, clients and nets of the runs that are not there yet."""
+    runs = []
+    for point, (place, (config, method)) in zip(this.points, found.items(), strict=True):
+        if not place.exists():
+            # The run that this one starts from is yet to be trained.
+            runs.append(Run(place, config if point.start is None else replace(config, init=""), method))
+    try:
+        check_together(runs)
+    except InputError as error:
+        raise InputError(f"sweep {this.name}, {error}") from None
+
+
 def compare(
     run_a: Annotated[Path, typer.Argument(metavar="RUN_A", help="A finished run folder.")],
     run_b: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another one, tested on the same images.")],
     detector: Annotated[
-        list[str] | None, typer.Option(metavar="NAME|A:B", help="A name, or one for each run; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="NAME|A:B", help="A name or file.py:fn, or one for each run; may be repeated."),
     ] = None,
     scope: Annotated[str, typer.Option(help="weighted over clients, or pooled.")] = "weighted",
     resamples: Annotated[str, typer.Option(metavar="N", help="Resamples of the test images.")] = "1000",
@@ -102,15 +156,16 @@ def compare(
     out: Annotated[Path | None, typer.Option(metavar="FILE.md", help="Write the tables to this file too.")] = None,
 ) -> None:
     """What differs between two runs, image by image. Example: foogd compare runs/a runs/b --detector msp:score_norm"""
-    pairs = None if detector is None else [detector_pair(text) for text in detector]
-    say("Resampling the test images ...")
+    if out is not None:
+        need_file(out)
     found = compare_runs(
         run_a,
         run_b,
-        detectors=pairs,
+        detectors=detector,
         scope=scope,
         resamples=whole_number("--resamples", resamples, 10),
         seed=whole_number("--seed", seed, 0),
+        tell=say,
     )
     say(f"A: {run_a}\nB: {run_b}")
     tables = [found.settings_table(), found.results_table()]
@@ -126,14 +181,6 @@ def compare(
         say(f"Tables: {out}")
 
 
-def detector_pair(text: str) -> tuple[str, str]:
-    """`msp` for both runs, or `msp:score_norm` for the first and the second."""
-    first, colon, second = text.partition(":")
-    if not first or (colon and not second):
-        raise InputError(f"--detector {text!r} is not of the form NAME or A:B")
-    return first, second or first
-
-
 def toy(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of figures and tables.")] = Path("runs/toy"),
     scale: Annotated[str, typer.Option(help="tiny: seconds, to see that it works; full: about two minutes.")] = "full",
@@ -144,6 +191,7 @@ def toy(
         raise InputError(f"--scale {scale!r} is not allowed: use tiny or full")
     how = Training() if scale == "full" else Training(steps=20, batch=32, width=16, chain=3)
     number = whole_number("--seed", seed, 0)
+    need_folder(out)
     torch.set_num_threads(1)  # nets this small lose time to threads
     say("SM3D for each lambda_m ...")
     data, found = lambda_toy(how=how, seed=number)
@@ -223,9 +271,10 @@ def train_sweep(
 
 def finish(this: Plan, folder: Path, failures: Mapping[str, str]) -> None:
     """The tables, on the screen and in a file, and what comes next."""
-    tables = sweep_tables(this, folder, failures)
-    write_atomic(folder / TABLE, tables_text(this, tables, failures).encode())
-    for table in tables:
+    reports = sweep_reports(this, folder, failures)
+    write_atomic(folder / TABLE, tables_text(this, sweep_tables(reports), failures).encode())
+    short = shortened(this, reports, SHOWN)
+    for table in sweep_tables(short):
         console.print(rich_table(table))
     for sentence in this.warnings:
         console.print(escape(sentence), style="bold red", highlight=False)
@@ -233,7 +282,7 @@ def finish(this: Plan, folder: Path, failures: Mapping[str, str]) -> None:
         console.print(escape(f"failed: {name}: {reason}"), style="red", highlight=False, soft_wrap=True)
     if failures:
         say(f"{len(failures)} of {len(this.points)} runs failed; the same words try them again.")
-    say(f"Tables: {folder / TABLE}")
+    say(f"Tables{'' if short == reports else ' of all detectors'}: {folder / TABLE}")
     say(f"Report: foogd report {folder / RUNS}/* --out {folder / 'report.html'}")
 
 

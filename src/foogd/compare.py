@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from .config import Config
 from .engine.rng import derive_seed
 from .errors import InputError
 from .report import Table, detector_name
-from .runs import CONFIG, ENVIRONMENT, FLOWER, PARTITION, read_json
+from .runs import CONFIG, ENVIRONMENT, FLOWER, PARTITION, need_run, read_json
 from .samples import Samples, SampleSet, read_samples
 from .settings import parse_toml
 
@@ -105,12 +105,16 @@ def compare_runs(
     a: Path,
     b: Path,
     *,
-    detectors: Sequence[tuple[str, str]] | None = None,
+    detectors: Sequence[str | tuple[str, str]] | None = None,
     scope: str = "weighted",
     resamples: int = 1000,
     seed: int = 0,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> Comparison:
-    """Compare two run folders; `detectors` are pairs (of a, of b), by default the usual ones that both have, or all."""
+    """Compare two run folders; `detectors` are names, or pairs (of a, of b) that may be written as "a:b".
+
+    By default they are the usual ones that both have, or all. `tell` is told when the long part begins.
+    """
     if scope not in ("weighted", "pooled"):
         raise InputError(f"scope {scope!r} is not known: use weighted or pooled")
     first, second = _settings(a), _settings(b)
@@ -119,12 +123,14 @@ def compare_runs(
     known = [_usable(side) for side in samples]
     both = [name for name in known[0] if name in known[1]]
     usual = [name for name in both if name in USUAL] or both
-    pairs = list(detectors) if detectors is not None else [(name, name) for name in usual]
+    asked = list(detectors) if detectors is not None else [(name, name) for name in usual]
+    pairs = [detector_pair(one, *known) if isinstance(one, str) else one for one in asked]
     for pair in pairs:
         for folder, names, name in zip((a, b), known, pair, strict=True):
             if name not in names:
                 held = ", ".join(names) or "none"
                 raise InputError(f"{folder} has no scores of detector {name!r}: it has those of {held}")
+    tell("Resampling the test images ...")
     results = compare_samples(
         *samples, pairs=pairs, scope=scope, resamples=resamples, seed=seed, same_shift=_same_shift(first, second)
     )
@@ -139,10 +145,44 @@ def compare_runs(
     )
 
 
+def detector_pair(text: str, first: Collection[str], second: Collection[str]) -> tuple[str, str]:
+    """`msp` for both runs, or `msp:score_norm` for the first and the second, by the detectors that each has.
+
+    Detectors of files have a colon too: `my.py:fn`, `msp:my.py:fn`, `my.py:fn:msp`, `my.py:fn:my.py:fn`. The end of a
+    path is enough where it leaves no doubt.
+    """
+    cuts = [place for place, letter in enumerate(text) if letter == ":"]
+    ways = [(text, text), *((text[:cut], text[cut + 1 :]) for cut in cuts)]
+    ways = [way for way in ways if all(_is_name(name) for name in way)]
+    if not ways:
+        raise InputError(f"--detector {text!r} is not of the form NAME or A:B, where a name may be file.py:fn")
+    found = [(_held(a, first), _held(b, second)) for a, b in ways]
+    whole = [(a, b) for a, b in found if a is not None and b is not None]
+    if whole:
+        return whole[0]
+    # What fits best is what was meant; the caller says what is missing of it.
+    best = max(range(len(ways)), key=lambda place: (sum(name is not None for name in found[place]), place))
+    (a, b), (held_a, held_b) = ways[best], found[best]
+    return held_a or a, held_b or b
+
+
+def _is_name(text: str) -> bool:
+    """Whether a detector may be called so."""
+    file, _, name = text.rpartition(":")
+    return (file.endswith(".py") and name.isidentifier()) or bool(text and not file and not text.endswith(".py"))
+
+
+def _held(name: str, known: Collection[str]) -> str | None:
+    """The one of the known detectors that is called so, or whose path ends so."""
+    if name in known:
+        return name
+    ends = [other for other in known if ".py:" in name and other.endswith(f"/{name}")]
+    return ends[0] if len(ends) == 1 else None
+
+
 def _settings(folder: Path) -> dict[str, Any]:
+    need_run(folder)
     path = folder / CONFIG
-    if not path.is_file():
-        raise InputError(f"{folder} is not a run folder: it has no {CONFIG}")
     # A folder from before a setting existed was made with its default.
     defaults = {item.name: item.default for item in fields(Config)}
     shown = {key: list(value) if isinstance(value, tuple) else value for key, value in defaults.items()}

@@ -82,7 +82,8 @@ def _expanded(path: str) -> Path:
 
 def _load_module(path: Path, what: str) -> ModuleType:
     if not path.is_file():
-        raise InputError(f"the file {path} for the {what} does not exist.")
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise InputError(f"the file {path} for the {what} does not exist{where}.")
     source = path.read_bytes()
     key = hashlib.blake2b(str(path.resolve()).encode() + b"\0" + source, digest_size=8).hexdigest()
     name = f"foogd_plugin_{path.stem}_{key}"

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, final
 
 from .data.federation import LEFT_OUT
@@ -307,7 +308,9 @@ def signed(points: float) -> str:
 
 
 def detector_name(detector: str) -> str:
-    """A detector's name for people."""
+    """A detector's name for people; of a file with its full path, the name of the file is enough."""
+    if ".py:" in detector and Path(detector).is_absolute():
+        return Path(detector).name
     return NAMES.get(detector, detector) or "–"
 
 
@@ -431,7 +434,7 @@ class Report:
                     for metric in ("fpr95", "auroc")
                 ]
                 if any(numbers):
-                    found.append((method, NAMES.get(detector, detector), *accuracies, *map(_percent, numbers)))
+                    found.append((method, detector_name(detector), *accuracies, *map(_percent, numbers)))
             # A method that nothing was detected with still has its accuracies.
             lines += found or [(method, _percent([]), *accuracies, *(_percent([]) for _ in columns[4:]))]
         return Table(self._title(scope), tuple(columns), tuple(lines))
@@ -446,7 +449,7 @@ class Report:
                 for name in detectors
             ]
             lines.append((method, *map(_percent, found)))
-        columns = ("method", *(NAMES.get(name, name) for name in detectors))
+        columns = ("method", *(detector_name(name) for name in detectors))
         return Table(f"{metric.upper()} against {dataset}, {self._title(scope)}", columns, tuple(lines))
 
     def joint(self, scope: str = "weighted") -> Table:
@@ -465,7 +468,7 @@ class Report:
                     )
                 ]
                 if any(found):
-                    lines.append((method, NAMES.get(detector, detector), *map(_percent, found)))
+                    lines.append((method, detector_name(detector), *map(_percent, found)))
         return Table(f"{self._title(scope)}, threshold at 95 % of IN accepted", columns, tuple(lines))
 
     def thresholds(self, scope: str = "weighted") -> Table:
@@ -483,7 +486,7 @@ class Report:
                     for split, dataset in (("in", None), ("in-c", None), *(("out", name) for name in sets))
                 ]  # fmt: skip
                 if any(found):
-                    lines.append((method, NAMES.get(detector, detector), *map(_percent, found)))
+                    lines.append((method, detector_name(detector), *map(_percent, found)))
         return Table(f"{self._title(scope)}, thresholds of the clients from images set aside", columns, tuple(lines))
 
     def grid(

@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any, final, get_type_hints
@@ -35,6 +35,7 @@ from .data.readers import Progress
 from .data.sources import load_source
 from .data.store import ImageStore
 from .detect import Detector, resolve_detector
+from .engine.aggregate import make_fold
 from .engine.arena import Layout
 from .engine.eager import EagerEngine, Engine, resolve_device, usable_device
 from .engine.graph import GraphEngine, make_engine
@@ -57,7 +58,14 @@ CHECKPOINT, STATE = "checkpoint", "state.json"
 DRAFT = ".draft"
 TRAINING = "training images"
 LOST_ROUNDS = 3  # in a row, in which no update could be used: then a run stops
-PATHS = frozenset({"data", "data_root", "out", "init"})  # settings that may be paths
+# Settings that may be paths, or name files of plug-ins.
+PATHS = frozenset({"data", "data_root", "out", "init", "method", "backbone", "detectors"})
+# Settings that decide which images each client has.
+SPLIT = (
+    "data", "data_root", "sites", "on_bad", "test_share", "leave_out", "clients", "partition", "alpha",
+    "classes_per_client", "min_size", "seed", "calibration",
+)  # fmt: skip
+Load = Callable[[str, str], ImageStore]
 
 
 @final
@@ -104,11 +112,7 @@ class Run:
     @classmethod
     def open(cls, folder: Path, read: Callable[[Path], tuple[Config, Method]]) -> Run:
         """A run that exists; `read` turns its config.toml into configuration and method."""
-        if not folder.is_dir():
-            found = "it is a file" if folder.exists() else "it does not exist"
-            raise InputError(f"{folder} is not a run folder: {found}")
-        if not (folder / CONFIG).is_file():
-            raise InputError(f"{folder} is not a run folder: it has no {CONFIG}")
+        need_run(folder)
         return cls(folder, *read(folder / CONFIG))
 
     def settings(self) -> dict[str, Any]:
@@ -197,17 +201,22 @@ class Run:
         return self.engine.fallback if isinstance(self.engine, GraphEngine) else None
 
     def check(self) -> None:
-        """Find what is wrong with data, clients, backbone or start weights before anything is written."""
+        """Find what is wrong with data, clients, nets or start weights before anything is written."""
         quick = replace(self.config, corruptions=())  # corrupting the test images is the slow part
         federation = make_federation(quick)
         with blamed(*self.specs()):
-            engine = EagerEngine(self.method, federation, quick)
-            state = self._start(engine) if self.config.init else None
-            if is_plugin(split_name(self.config.method)[0]):  # a method of yours may break the contract
-                state = state or initial_state(engine, pretrain=False)
-                client = max(state.clients, key=lambda client: len(client.indices))
-                if len(client.indices) > 1:
-                    engine.try_step(state.server, client)
+            self.check_nets(federation)
+
+    def check_nets(self, federation: Federation) -> None:
+        """The part of `check` after the data."""
+        engine = EagerEngine(self.method, federation, self.config)
+        make_fold(self.config, self.method, engine.layout)
+        state = self._start(engine) if self.config.init else None
+        if is_plugin(split_name(self.config.method)[0]):  # a method of yours may break the contract
+            state = state or initial_state(engine, pretrain=False)
+            client = max(state.clients, key=lambda client: len(client.indices))
+            if len(client.indices) > 1:
+                engine.try_step(state.server, client)
 
     def specs(self) -> tuple[str, ...]:
         """Whose code a run calls while it trains and evaluates: of these names, those that are files of a user."""
@@ -429,24 +438,79 @@ def _same_setting(key: str, mine: Any, other: Any) -> bool:
     return all(_same_setting(key, *values) for values in zip(mine, other, strict=True))
 
 
-def need_folder(place: Path) -> None:
+def need_run(folder: Path) -> None:
+    """Complain about what is not a run folder."""
+    if not folder.is_dir():
+        found = "it is a file" if folder.exists() else "it does not exist"
+        raise InputError(f"{folder} is not a run folder: {found}")
+    if not (folder / CONFIG).is_file():
+        raise InputError(f"{folder} is not a run folder: it has no {CONFIG}")
+
+
+def need_folder(place: Path, option: str = "--out") -> None:
     """Complain where a folder is to be made and a file is in the way."""
     for part in (place, *place.parents):
         if part.exists() and not part.is_dir():
-            raise InputError(f"{place} cannot be a folder: {part} is a file; choose another --out")
+            raise InputError(f"{place} cannot be a folder: {part} is a file; choose another {option}")
 
 
-def make_federation(config: Config) -> Federation:
-    """The data of a run, split over its clients."""
-    root, on_bad = Path(config.data_root), config.on_bad
+def need_file(place: Path) -> None:
+    """Complain where a file is to be written and a folder is in the way, or a file in the place of its folder."""
+    if place.is_dir():
+        raise InputError(f"{place} cannot be written: it is a folder; give --out the name of a file")
+    need_folder(place.parent)
 
-    def load(spec: str, sites: str = "") -> ImageStore:
-        with blamed(spec):
-            return load_source(spec, root, sites=sites, on_bad=on_bad)  # type: ignore[arg-type]
 
+def check_together(runs: Sequence[Run]) -> None:
+    """What `Run.check` finds, for many runs: each data set is read once, and what runs have in common is tried once.
+
+    It is about settings: an error in a user's own code, or too little memory, is left to the run itself.
+    """
+    stores: dict[Any, ImageStore] = {}
+    tried: set[Any] = set()
+    alike: dict[Any, list[Run]] = {}  # by the images of the clients, of which only one split is in memory at a time
+    for run in runs:
+        alike.setdefault(tuple(getattr(run.config, name) for name in SPLIT), []).append(run)
+    for group in alike.values():
+        federation = None
+        for run in group:
+            config = replace(run.config, corruptions=(), resident="host")
+            outs = (config.data, config.data_root, config.sites, config.on_bad, config.out)
+            # Start weights depend on the seed; whether nets can be made does not, nor on alpha.
+            nets = (replace(config, seed=0, alpha=1.0), repr(run.method))
+            try:
+                if federation is None or outs not in tried:
+                    # OUT sets are brought to the shape of IN, which takes long and is the same for all clients.
+                    seen = replace(config, out=()) if outs in tried else config
+                    federation = make_federation(seen, partial(_load_once, stores, config))
+                    tried.add(outs)
+                if nets not in tried:
+                    tried.add(nets)
+                    Run(run.folder, config, run.method).check_nets(federation)
+            except InputError as error:
+                raise InputError(f"run {run.folder.name}: {error}") from None
+            except Exception:
+                continue
+
+
+def _load_once(stores: dict[Any, ImageStore], config: Config, spec: str, sites: str) -> ImageStore:
+    key = (spec, config.data_root, sites, config.on_bad)
+    if key not in stores:
+        stores[key] = load_source(spec, Path(config.data_root), sites=sites, on_bad=config.on_bad)  # type: ignore[arg-type]
+    return stores[key]
+
+
+def _load(config: Config, spec: str, sites: str) -> ImageStore:
+    with blamed(spec):
+        return _load_once({}, config, spec, sites)
+
+
+def make_federation(config: Config, load: Load | None = None) -> Federation:
+    """The data of a run, split over its clients; `load` gives the images of a source and says where sites stand."""
+    load = load or partial(_load, config)
     return Federation.build(
         load(config.data, config.sites),
-        outs=[load(spec) for spec in config.out],
+        outs=[load(spec, "") for spec in config.out],
         corruptions=config.corruptions,
         severities=config.severities,
         clients=config.clients,
@@ -841,8 +905,7 @@ def load_private_values(folder: Path) -> list[dict[str, Tensor]]:
 
 def load_values(folder: Path) -> dict[str, Tensor]:
     """The travelling values of a run's last checkpoint by name ("backbone.conv.weight")."""
-    if not (folder / CONFIG).is_file():
-        raise InputError(f"{folder} is not a run folder: it has no {CONFIG}")
+    need_run(folder)
     saved = _load_checkpoint(folder)
     if saved is None:
         raise InputError(f"{folder} has no finished round to start from")

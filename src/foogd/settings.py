@@ -39,6 +39,8 @@ def read_preset(name: str) -> dict[str, Any]:
             raise InputError(f"{name} is not a file: give a preset ({', '.join(preset_names())}) or a TOML file")
         return parse_toml(path.read_bytes(), str(path))
     if name not in preset_names():
+        if (Path(name) / "config.toml").is_file():
+            raise InputError(f"{name} is a run folder, not a preset: its settings are in {Path(name) / 'config.toml'}")
         raise InputError(f"preset {name!r} is not known: use {', '.join(preset_names())} or a path that ends in .toml")
     return parse_toml((resources.files("foogd") / "presets" / f"{name}.toml").read_bytes(), name)
 
@@ -134,7 +136,7 @@ def _check_table(name: str, table: Mapping[str, Any]) -> None:
     known = known - {"base", "method"} | ({"profile"} if name == "foogd" else set())
     for key in table:
         if key not in known:
-            raise InputError(f"table [{name}] has a setting {key!r} that is not known{_near(key, known)}")
+            raise InputError(f"table [{name}] has a setting {key!r} that is not known{near(key, known)}")
 
 
 def _profile(layer: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -154,7 +156,7 @@ def check_settings(
     """The settings with their types and limits checked."""
     for key in settings:
         if key not in known:
-            raise InputError(f"setting {key!r} is not known for method {name}{_near(key, known)}")
+            raise InputError(f"setting {key!r} is not known for method {name}{near(key, known)}")
     try:
         hints = {owner: get_type_hints(owner) for owner in {owner for owner, _ in known.values()}}
     except NameError as error:
@@ -177,7 +179,7 @@ def _checked(key: str, value: Any, hint: Any, item: Field[Any]) -> Any:
     return found
 
 
-def _near(key: str, known: Iterable[str]) -> str:
+def near(key: str, known: Iterable[str]) -> str:
     """The end of a sentence about an unknown setting: the nearest name, and all."""
     near = difflib.get_close_matches(key, known, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""

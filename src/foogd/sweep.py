@@ -13,15 +13,18 @@
     start = "FedAvg"               # begins with the trained weights of that variant at the same point of the grid
     grid = { seed = [0] }          # lists that replace those of the grid for this variant
     [tiny]                         # what `--scale tiny` changes besides its usual: set = {…}, grid = {…}; also [small]
+
+Files of plug-ins (`file.py:name`) are looked for beside the sweep's file, then in the working folder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, final
@@ -36,12 +39,14 @@ from .evaluate import Row
 from .methods.base import Method
 from .report import Cell, Report, Table
 from .runs import read_json, read_rows, write_atomic
-from .settings import parse_toml, read_preset, resolve
+from .settings import TABLES, near, parse_toml, read_preset, resolve
 
 RUNS, DATA, STAND_INS, TABLE, FAILURES = "runs", "data", "NOT-REAL-DATA", "table.md", "failures.txt"
 ORIGIN = ".json"  # suffix of the file beside a sample that says where it was taken from
 _KEYS = {"title", "about", "base", "sections", "set", "grid", "variants", "tiny", "small"}
 _VARIANT_KEYS = {"name", "start", "grid"}
+_SCALE_KEYS = {"set", "grid"}
+_PLUGINS = ("method", "backbone", "detectors", "data", "out")  # settings that may name a file of the user's
 
 
 @final
@@ -102,16 +107,48 @@ class Plan:
     base: Mapping[str, Any]
     points: tuple[Point, ...]
     stand_ins: tuple[str, ...] = ()
+    beside: Path | None = None  # the folder of the sweep's file
+    about_detectors: bool = False  # whether it chooses detectors itself
 
     def resolved(self, point: Point, out: Path) -> tuple[Config, Method]:
         """Configuration and method of one run in the folder of the sweep."""
         settings = dict(point.settings)
         if point.start is not None:
             settings["init"] = str(out / RUNS / point.start)
+        with self.naming(point):
+            return resolve(self._found(self.base), self._found(settings))
+
+    @contextlib.contextmanager
+    def naming(self, point: Point) -> Iterator[None]:
+        """Say in a complaint which run it is about."""
         try:
-            return resolve(self.base, settings)
+            yield
         except InputError as error:
             raise InputError(f"sweep {self.name}, run {point.name}: {error}") from None
+
+    def _found(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings with full paths of plug-ins, by which runs find them again from any folder."""
+        # A sample takes the place of data; it is named after what the sweep's file says.
+        kept = ("data", "out") if SCALES[self.scale].train else ()
+        found = dict(settings)
+        for key in _PLUGINS:
+            value = settings.get(key)
+            if isinstance(value, str) and key in ("detectors", "out"):  # --set detectors=msp,mine.py:own
+                value = [part.strip() for part in value.split(",") if part.strip()]
+            if isinstance(value, str) and key not in kept:
+                found[key] = self.find(value)
+            elif isinstance(value, list | tuple) and key not in kept:
+                found[key] = [self.find(item) if isinstance(item, str) else item for item in value]
+        return found
+
+    def find(self, spec: str) -> str:
+        """A plug-in `file.py:name` with the full path of its file, where there is such a file; else as it is."""
+        file, _, name = spec.rpartition(":")
+        if file.endswith(".py"):
+            for folder in (*([self.beside] if self.beside is not None else []), Path()):
+                if (folder / file).is_file():
+                    return f"{(folder / file).resolve()}:{name}"
+        return spec
 
     @property
     def warnings(self) -> list[str]:
@@ -153,22 +190,69 @@ def _check(content: Mapping[str, Any], name: str) -> None:
     unknown = [key for key in content if key not in _KEYS]
     if unknown:
         raise InputError(f"{name} has {unknown[0]!r}, which no sweep has: use {', '.join(sorted(_KEYS))}")
-    if not isinstance(content.get("base"), str):
+    if "base" not in content:
         raise InputError(f"{name} has no base: name a preset, as in base = \"cifar10\"")
-    tables = [content, *content.get("variants", ()), content.get("tiny", {}), content.get("small", {})]
-    for table in tables:
-        for axis, values in table.get("grid", {}).items():
-            if not isinstance(values, list) or not values:
-                raise InputError(f"{name} has {axis} = {values!r} in a grid: a list of values is needed")
+    for key in ("base", "title", "about"):
+        _need(name, content, key, str, "text")
+    _need(name, content, "set", dict, "a table of settings, as in [set]")
+    _check_grid(name, content)
+    _need(name, content, "variants", list, "a list of tables, each as in [[variants]]")
     for variant in content.get("variants", ()):
+        if not isinstance(variant, dict):
+            raise InputError(f"{name} has a variant {variant!r}: it must be a table with a name, as in [[variants]]")
         if not isinstance(variant.get("name"), str):
             raise InputError(f"{name} has a variant without a name: {variant!r}")
+        where = f"{name}, variant {variant['name']!r},"
+        _need(where, variant, "start", str, "the name of another variant")
+        _check_grid(where, variant)
+    for scale in SCALES.keys() & content.keys():
+        _need(name, content, scale, dict, f"a table, as in [{scale}.set] and [{scale}.grid]")
+        where = f"{name}, table [{scale}],"
+        for key in content[scale]:
+            if key not in _SCALE_KEYS:
+                raise InputError(f"{where} has {key!r}, which is not known: use {', '.join(sorted(_SCALE_KEYS))}")
+        _need(where, content[scale], "set", dict, f"a table of settings, as in [{scale}.set]")
+        _check_grid(where, content[scale])
+    _check_sections(name, content)
+
+
+def _need(where: str, table: Mapping[str, Any], key: str, kind: type, allowed: str) -> None:
+    if key in table and not isinstance(table[key], kind):
+        raise InputError(f"{where} has {key} = {table[key]!r}: it must be {allowed}")
+
+
+def _check_grid(where: str, table: Mapping[str, Any]) -> None:
+    _need(where, table, "grid", dict, "a table of lists, as in grid = { seed = [0, 1] }")
+    for axis, values in table.get("grid", {}).items():
+        if not isinstance(values, list) or not values:
+            raise InputError(f"{where} has {axis} = {values!r} in a grid: a list of values is needed")
+
+
+def _check_sections(name: str, content: Mapping[str, Any]) -> None:
+    """Sections are settings: of the lists of the sweep, or any other, which has one value then."""
+    sections = content.get("sections", [])
+    if not isinstance(sections, list) or not all(isinstance(axis, str) for axis in sections):
+        raise InputError(f"{name} has sections = {sections!r}: it must be a list of settings, as in [\"alpha\"]")
+    tables = [content, *content.get("variants", ()), *(content.get(scale, {}) for scale in SCALES)]
+    axes = {axis for table in tables for axis in table.get("grid", {})}
+    settings = {item.name for owner in (Config, *TABLES.values()) for item in fields(owner)}  # type: ignore[arg-type]
+    for axis in sections:
+        if axis not in axes | settings:
+            raise InputError(f"{name} has {axis!r} in its sections, which is no setting{near(axis, axes | settings)}")
 
 
 def plan(
-    name: str, content: Mapping[str, Any], scale: str = "full", overrides: Mapping[str, Any] | None = None
+    name: str,
+    content: Mapping[str, Any],
+    scale: str = "full",
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    beside: Path | None = None,
 ) -> Plan:
-    """Every run of a sweep at a scale; `overrides` change a setting of all runs, or replace the list of an axis."""
+    """Every run of a sweep at a scale; `overrides` change a setting of all runs, or replace the list of an axis.
+
+    `beside` is the folder of its file, where plug-ins are looked for first.
+    """
     if scale not in SCALES:
         raise InputError(f"--scale {scale!r} is not allowed: use {', '.join(SCALES)}")
     how, own = SCALES[scale], content.get(scale, {})
@@ -178,8 +262,9 @@ def plan(
     grid = {**content.get("grid", {}), **own.get("grid", {})}
     # The list of a scale is its own choice; of others, seeds and alphas beyond the first only take time.
     cut = {axis for axis in how.first_only if axis not in own.get("grid", {})}
-    if how.clients and base.get("partition") != "by_domain":
-        base["clients"] = min(base.get("clients", Config.clients), how.clients)
+    clients = base.get("clients", Config.clients)
+    if how.clients and base.get("partition") != "by_domain" and isinstance(clients, int):
+        base["clients"] = min(clients, how.clients)
     base = _merged(base, {key: value for key, value in (overrides or {}).items() if key not in grid})
     sections = content.get("sections", ["alpha"])
     variants = content.get("variants", [{"name": ""}])
@@ -207,7 +292,22 @@ def plan(
     for point in points.values():
         if point.start is not None and point.start not in points:
             raise InputError(f"sweep {name}: run {point.name} starts from {point.start}, which is not in the sweep")
-    return Plan(name, content.get("title", name), scale, base, tuple(points.values()))
+    _check_starts(name, {variant["name"]: variant["start"] for variant in variants if variant.get("start")})
+    layers = (content.get("set", {}), own.get("set", {}), overrides or {}, *(p.settings for p in points.values()))
+    chosen = any("detectors" in layer for layer in layers)
+    title = content.get("title", name)
+    return Plan(name, title, scale, base, tuple(points.values()), beside=beside, about_detectors=chosen)
+
+
+def _check_starts(name: str, starts: Mapping[str, str]) -> None:
+    """Complain about variants that wait for each other."""
+    for first in starts:
+        chain = [first]
+        while (following := starts.get(chain[-1])) is not None:
+            if following in chain:
+                circle = ", which starts from ".join(repr(variant) for variant in (*chain[1:], following))
+                raise InputError(f"sweep {name}: no run of variant {first!r} can begin: it starts from {circle}")
+            chain.append(following)
 
 
 def _merged(base: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,7 +358,7 @@ def with_data(plan: Plan, out: Path, configs: Sequence[Config]) -> Plan:
         if path.is_file():
             _check_origin(path, root)
         else:
-            store = load_source(spec, real_root, sites=sites)
+            store = load_source(plan.find(spec), real_root, sites=sites)
             numbers = (how.train, how.test) if (spec, sites) in inside else (how.out, how.out)
             # Before the sample: one that is there has an origin.
             write_atomic(path.with_suffix(ORIGIN), json.dumps({"data_root": root}).encode())
@@ -287,8 +387,8 @@ def _check_origin(path: Path, root: str | None) -> None:
 # Tables
 
 
-def sweep_tables(plan: Plan, out: Path, failed: Iterable[str] = ()) -> list[Table]:
-    """For each section the results, the joint view and, where there are several, the corruptions; then all sections."""
+def sweep_reports(plan: Plan, out: Path, failed: Iterable[str] = ()) -> dict[str, Report]:
+    """The last results of each section, under the names of its lines."""
     lost = set(failed)
     reports: dict[str, Report] = {}
     for section in dict.fromkeys(point.section for point in plan.points):
@@ -298,6 +398,20 @@ def sweep_tables(plan: Plan, out: Path, failed: Iterable[str] = ()) -> list[Tabl
                 found = Report.of(read_rows(out / RUNS / point.name)).last_round().rows
                 rows += [replace(row, method=point.label) for row in found]
         reports[section] = Report.of(rows)
+    return reports
+
+
+def shortened(plan: Plan, reports: Mapping[str, Report], shown: Sequence[str]) -> dict[str, Report]:
+    """The reports with these detectors and the user's own alone, where there are more and the sweep chose none."""
+    found = {row.detector for report in reports.values() for row in report.rows if row.detector}
+    kept = {name for name in found if name in shown or ".py:" in name}
+    if plan.about_detectors or not kept or len(found) <= len(shown):
+        return dict(reports)
+    return {section: report.only(kept) for section, report in reports.items()}
+
+
+def sweep_tables(reports: Mapping[str, Report]) -> list[Table]:
+    """For each section the results, the joint view and, where there are several, the corruptions; then all sections."""
     tables = []
     for section, report in reports.items():
         for table in (report.headline(), report.joint(), _by_corruption(report)):
