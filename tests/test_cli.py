@@ -21,6 +21,7 @@ from foogd.detect import DETECTORS
 from foogd.methods import PROFILES, method_names
 from foogd.report import Table
 from foogd.runs import load_checkpoint, load_private_values, load_values, read_rows
+from foogd.settings import read_preset
 
 MINE = """
 from dataclasses import dataclass
@@ -492,6 +493,12 @@ FOOGD = (*TRY[:-1], "fedavg+foogd")
     [
         # commands and options
         (["fly"], ["fly"]),
+        (["compare", "none", "none"], ["none is not a run folder: it does not exist"]),
+        (["toy", "--out", "tiny.toml"], ["tiny.toml cannot be a folder: tiny.toml is a file"]),
+        (["figures", ".", "--out", "tiny.toml"], ["tiny.toml cannot be a folder: tiny.toml is a file"]),
+        (["report", ".", "--out", "folder.toml", "--format", "md"], ["folder.toml cannot be written: it is a folder"]),
+        (["flower", "init", "tiny.toml"], ["tiny.toml cannot be a folder: tiny.toml is a file", "another folder"]),
+        (["flower", "split", "tiny.toml", "--out", "mine.py"], ["mine.py cannot be a folder: mine.py is a file"]),
         (["run"], ["preset"]),
         (["evaluate"], ["run_dir"]),
         ([*TRY, "--colour", "red"], ["--colour"]),
@@ -549,6 +556,8 @@ FOOGD = (*TRY[:-1], "fedavg+foogd")
         ([*TRY, "--backbone", "mine.py:number"], ["mine.py:number", "function"]),
         ([*TRY, "--backbone", "mine.py:image_shaped"], ["mine.py:image_shaped", "(2, d)"]),
         ([*TRY, "--backbone", "mine.py:nothing"], ["mine.py:nothing", "Module"]),
+        ([*TRY, "--set", "aggregation=meen"], ["aggregation = 'meen'", "median"]),
+        ([*TRY, "--set", "aggregation=mean,score=median"], ["'score'", "this method has model"]),
         # clients
         ([*TRY, "--set", "clients=1000"], ["1000", "clients"]),
         ([*TRY, "--set", "clients=45"], ["45", "clients"]),
@@ -712,6 +721,32 @@ def test_an_error_of_the_package_is_not_blamed_on_a_file_of_ones_own(foogd, monk
     monkeypatch.setattr("foogd.runs.initial_state", broken)
     with pytest.raises(AttributeError, match="ours"):
         foogd(*TRY, "--method", "mine.py:Mine", "--set", "detectors=mine.py:width")
+
+
+def test_a_command_that_is_misspelt_is_guessed_once(refused):
+    assert refused("swep").count("Did you mean 'sweep'?") == 1
+
+
+def test_a_run_folder_is_no_preset_but_its_configuration_is_one(refused, finished):
+    assert "a is a run folder, not a preset: its settings are in a/config.toml" in refused("run", "a", "--out", "b")
+
+
+def test_a_run_folder_with_the_name_of_a_preset_does_not_hide_it(finished):
+    before = read_preset("demo")
+    finished.rename("demo")
+    assert read_preset("demo") == before
+
+
+def test_a_report_says_how_many_runs_and_how_large(foogd, finished):
+    code, printed, _ = foogd("report", "a", "--out", "r.md")
+    assert code == 0
+    assert re.search(r"^1 run in r.md \(\d+\.\d KiB\)$", printed, re.MULTILINE)
+
+
+def test_help_says_where_several_names_are_allowed_and_where_sweeps_go(foogd):
+    for words in (("data", "get"), ("data", "verify"), ("flower", "keys")):
+        assert "NAME..." in foogd(*words, "--help")[1]
+    assert "runs/NAME, or runs/NAME-SCALE" in " ".join(foogd("sweep", "--help")[1].split())
 
 
 def test_a_run_folder_that_exists_is_not_touched(refused, finished):

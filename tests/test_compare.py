@@ -17,6 +17,7 @@ from foogd.compare import (
     accepted,
     compare_runs,
     compare_samples,
+    detector_pair,
     hits_from,
     running_sums,
     weighted_aupr,
@@ -27,6 +28,7 @@ from foogd.errors import InputError
 from foogd.metrics import aupr, auroc, fpr_at_tpr, threshold_at_tpr
 from foogd.runs import Run, read_rows
 from foogd.samples import Samples, SampleSet, read_samples
+from foogd.settings import read_run_config
 
 DATA = """
 from dataclasses import replace
@@ -297,13 +299,18 @@ def test_what_differs_is_listed_and_what_is_left_out_is_noted(runs):
 @pytest.mark.parametrize(
     ("other", "options", "words"),
     [
-        ("nowhere", [], ["nowhere", "not a run folder"]),
+        ("nowhere", [], ["nowhere is not a run folder: it does not exist"]),
         ("other", [], ["not comparable", "synthetic", "other"]),
         ("alike", [], ["not comparable", "different images"]),
         ("bare", [], ["foogd evaluate"]),
         ("nodes", [], ["trained on Flower", "stay on the nodes"]),
         ("seed", ["--detector", "score_norm"], ["'score_norm'", "msp"]),
         ("seed", ["--detector", ":msp"], ["':msp'"]),
+        ("seed", ["--detector", "my.py:fn"], ["no scores of detector 'my.py:fn'"]),
+        ("seed", ["--detector", "msp:my.py:fn"], ["seed has no scores of detector 'my.py:fn'"]),
+        ("seed", ["--detector", "my.py:fn:msp"], ["avg has no scores of detector 'my.py:fn'"]),
+        ("seed", ["--out", "."], [". cannot be written: it is a folder"]),
+        ("seed", ["--resamples", "0"], ["--resamples '0'"]),
         ("seed", ["--scope", "all"], ["'all'", "pooled"]),
         ("seed", ["--resamples", "3"], ["--resamples", "at least 10"]),
     ],
@@ -317,8 +324,8 @@ def test_what_cannot_be_compared_is_said_in_one_sentence(runs, other, options, w
     monkeypatch.setattr(sys, "argv", ["foogd", "compare", str(runs / "avg"), str(runs / other), *options])
     with pytest.raises(SystemExit) as end:
         main()
-    complaint = capsys.readouterr().err
-    assert end.value.code == 2
+    printed, complaint = capsys.readouterr()
+    assert (end.value.code, printed) == (2, "")  # nothing begins before everything is checked
     assert complaint.count("\n") == 1
     assert all(word in complaint for word in words), complaint
 
@@ -368,6 +375,46 @@ def test_the_command_prints_both_tables_and_writes_them(runs, monkeypatch, capsy
     text = Path(tmp_path / "c.md").read_text()
     assert "| setting | A | B |" in text
     assert "| AUROC OUT | MSP |" in text
+
+
+def test_a_detector_is_found_by_those_that_the_runs_have():
+    plain, own, other = "msp", "my.py:fn", "/place/of/my.py:gn"
+    first, second = [plain, own], [plain, "energy", own, other]
+    for text, pair in {
+        "msp": (plain, plain),
+        "msp:energy": (plain, "energy"),
+        "my.py:fn": (own, own),
+        "my.py:fn:energy": (own, "energy"),
+        "msp:my.py:fn": (plain, own),
+        "my.py:fn:my.py:fn": (own, own),
+        f"msp:{other}": (plain, other),
+        "msp:my.py:gn": (plain, other),  # the end of the path leaves no doubt
+        "my.py:fn:of/my.py:gn": (own, other),
+        "nope:energy": ("nope", "energy"),  # what is not there is said by whoever knows the runs
+        "my.py:fn:nope": (own, "nope"),
+        "my.py:gn": ("my.py:gn", other),
+    }.items():
+        assert detector_pair(text, first, second) == pair
+    assert detector_pair("d:/my.py:fn", ["d:/my.py:fn"], ["d:/my.py:fn"]) == ("d:/my.py:fn",) * 2
+    for text in ("", ":", "msp:", ":msp", "a:b:c", "my.py", "my.py:"):
+        with pytest.raises(InputError, match="is not of the form NAME or A:B"):
+            detector_pair(text, first, second)
+
+
+def test_detectors_of_files_are_compared_by_the_command(runs, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("my.py").write_text("def norm(output):\n    return -output.z.norm(dim=1)\n")
+    for name in ("avg", "rod"):
+        shutil.copytree(runs / name, name)
+        Run.open(Path(name), read_run_config).evaluate(["my.py:norm"])
+    words = ["foogd", "compare", "avg", "rod", "--resamples", "10"]
+    for text in ("my.py:norm", "msp:my.py:norm", "my.py:norm:score_norm"):
+        words += ["--detector", text]
+    monkeypatch.setattr(sys, "argv", words)
+    main()
+    printed = capsys.readouterr().out
+    for name in ("my.py:norm", "MSP : my.py:norm", "my.py:norm : score norm"):
+        assert f" {name} " in printed
 
 
 def test_the_hash_of_the_training_images_decides(runs, tmp_path):

@@ -340,6 +340,17 @@ def test_keys_are_written_into_their_folder_and_over_nothing(names, sentence, tm
     assert [path.name for path in tmp_path.iterdir()] == ["keys"]
 
 
+@pytest.mark.parametrize("words", [["certs", "x.toml"], ["keys", "x.toml", "a"]])
+def test_a_file_in_the_place_of_a_folder_is_named(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.toml").write_text("mine")
+    monkeypatch.setattr(sys, "argv", ["foogd", "flower", *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert "x.toml cannot be a folder: x.toml is a file; choose another folder" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["ca.crt", "server.key"])
 def test_a_server_needs_all_three_files(name, tmp_path, monkeypatch, capsys):
     write_certificates(tmp_path / "certs", ["127.0.0.1"])

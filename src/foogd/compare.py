@@ -169,7 +169,9 @@ def detector_pair(text: str, first: Collection[str], second: Collection[str]) ->
 def _is_name(text: str) -> bool:
     """Whether a detector may be called so."""
     file, _, name = text.rpartition(":")
-    return (file.endswith(".py") and name.isidentifier()) or bool(text and not file and not text.endswith(".py"))
+    if ":" in text:
+        return file.endswith(".py") and name.isidentifier()
+    return bool(text) and not text.endswith(".py")
 
 
 def _held(name: str, known: Collection[str]) -> str | None:
