@@ -185,11 +185,12 @@ def test_a_sweep_that_is_wrong_is_refused_in_one_sentence(foogd, text, words):
         (["sweep.toml", "--set", "rounds=0"], ["plain-alpha=0.5-seed=0", "rounds = 0"]),
         (["sweep.toml", "--set", "data=nothing"], ["'nothing'"]),
         (["sweep.toml", "--set", "seed=[7,8]", "--plan"], ["seed = [7, 8]", "a whole number"]),
-        (["sweep.toml", "--set", "clients=many", "--scale", "tiny"], ["clients = 'many'", "a whole number"]),
+        (["many.toml", "--scale", "tiny"], ["clients = 'many'", "a whole number"]),
         (["sweep.toml", "--tracker", "pencil"], ["'pencil'", "tensorboard"]),
     ],
 )
 def test_an_option_that_is_wrong_is_refused_before_anything_is_made(foogd, options, words):
+    Path("many.toml").write_text('base = "preset.toml"\n[set]\nclients = "many"')
     code, _, complaint = foogd("sweep", *options, "--out", "o")
     assert code == 2
     assert all(word in complaint for word in words), complaint
