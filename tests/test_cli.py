@@ -14,14 +14,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from foogd import bench
+from foogd import InputError, bench, load
 from foogd.cli import main
 from foogd.cli_parts import rich_table
 from foogd.detect import DETECTORS
 from foogd.methods import PROFILES, method_names
 from foogd.report import Table
-from foogd.runs import load_checkpoint, load_private_values, load_values, read_rows
-from foogd.settings import read_preset
+from foogd.runs import Run, alone, load_checkpoint, load_private_values, load_values, read_rows
+from foogd.settings import read_preset, read_run_config
 
 MINE = """
 from dataclasses import dataclass
@@ -887,3 +887,61 @@ def test_python_knows_the_package_as_a_command(monkeypatch, capsys):
         runpy.run_module("foogd", run_name="__main__")
     assert end.value.code == 2
     assert "nothing.toml" in capsys.readouterr().err
+
+
+def test_a_detector_that_is_named_twice_is_asked_once(run, foogd):
+    folder = run("twice", "fedavg", "--set", "detectors=msp,msp")
+    assert Run.open(folder, read_run_config).is_finished()
+    assert load(folder).detectors == ["msp"]
+
+
+def test_a_detector_of_ones_own_that_was_changed_gets_its_threshold_anew(run, foogd):
+    folder = run("a", "fedavg", "--set", "calibration=0.3", "--set", "detectors=msp,mine.py:width")
+    before = {name: load(folder).threshold(name) for name in ("msp", "mine.py:width")}
+    Path("mine.py").write_text(MINE.replace(".std(dim=1).neg()", ".std(dim=1).neg() + 100"))
+    assert foogd("evaluate", "a", "--detector", "mine.py:width")[0] == 0
+    after = {name: load(folder).threshold(name) for name in before}
+    assert after["msp"] == before["msp"]
+    assert after["mine.py:width"] == pytest.approx(before["mine.py:width"] + 100)
+
+
+SURVEYS = """
+from dataclasses import dataclass, replace
+
+import torch
+
+from foogd.methods import FedAvg
+
+
+@dataclass(frozen=True)
+class Counting(FedAvg):
+    "Its clients are asked before the first step, which needs what they said."
+
+    def survey(self, nets, batch, ctx):
+        return {"seen": torch.tensor(float(len(batch.y)))}
+
+    def begin(self, server, answers):
+        total = sum((answer.sums["seen"] for answer in answers), torch.zeros(()))
+        return replace(server, extra={**server.extra, "total": total})
+
+    def losses(self, nets, batch, ctx):
+        assert float(ctx.server["total"]) > 0
+        return super().losses(nets, batch, ctx)
+"""
+
+
+def test_a_method_of_ones_own_is_tried_after_its_survey(foogd):
+    Path("counting.py").write_text(SURVEYS)
+    code, _, complaint = foogd("run", "tiny.toml", "--method", "counting.py:Counting", "--out", "a")
+    assert (code, complaint) == (0, "")
+
+
+def test_two_evaluations_write_one_after_the_other(finished, monkeypatch):
+    """The second waits while the first has the folder, and is refused where that takes too long."""
+    monkeypatch.setattr("foogd.runs.WAIT", 0.2)
+    this = Run.open(finished, read_run_config)
+    with alone(finished, finished / "environment.json"), pytest.raises(InputError, match="another process works on"):
+        this.evaluate(["max_logit"])
+    assert "max_logit" not in load(finished).detectors
+    this.evaluate(["max_logit"])
+    assert "max_logit" in load(finished).detectors

@@ -411,7 +411,9 @@ def test_python_refuses_what_the_command_refuses(key, value, allowed):
 def test_python_takes_what_can_be_used():
     chosen = {"lr": 1, "out": ["digits"], "severities": (), "clients": 0, "backbone": Config, "device": "cuda:1"}
     config = Config(**chosen, rounds=np.int64(3), alpha=np.float32(0.5))
-    assert {key: getattr(config, key) for key in chosen} == chosen
+    assert {key: getattr(config, key) for key in chosen} == {**chosen, "out": ("digits",)}
+    assert (type(config.rounds), type(config.alpha)) == (int, float)  # as they are written down
+    assert hash(config) == hash(replace(config))
     for preset in preset_names():
         resolve(read_preset(preset), {})
 

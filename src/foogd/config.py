@@ -74,6 +74,10 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+def _plain(value: Any) -> Any:
+    return value.item() if type(value).__module__ == "numpy" else value
+
+
 @dataclass(frozen=True)
 class Config:
     """What a run needs besides its method: data, clients, local training, evaluation.
@@ -161,6 +165,9 @@ class Config:
                 raise InputError(
                     f"{item.name} = {value!r} is not allowed: it must be {kind}{limits_in_words(limits)}"
                 )
+            # A list could be changed later, and numpy's numbers are written down in another way.
+            plain = tuple(map(_plain, values)) if many else _plain(value)
+            object.__setattr__(self, item.name, plain)
 
     def digest(self, method_settings: Mapping[str, Any]) -> str:
         """A short name for (configuration, method settings); where the work is done is left out."""

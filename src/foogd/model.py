@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -553,7 +554,7 @@ def _check_parts(path: Path, about: Mapping[str, Any], tensors: Mapping[str, Ten
     numbers = {name.split(".")[1] for name in tensors if name.startswith("client.")}
     if numbers != {str(client) for client in range(about["clients"])}:
         raise InputError(f"{path} is damaged: clients is {about['clients']}, and the model holds {len(numbers)}")
-    counts = [value for name, value in tensors.items() if name.rpartition(".")[2] == "class_counts"]
+    counts = [value for name, value in tensors.items() if re.fullmatch(r"(client\.\d+\.)?class_counts", name)]
     classes = {len(value) for value in counts}
     if classes != {len(about["classes"])}:
         held = ", ".join(map(str, sorted(classes)))

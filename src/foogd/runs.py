@@ -48,7 +48,7 @@ from .nets.precision import resolve_precision
 from .plugins import blamed, is_plugin, plugin_file
 from .report import Report, Table
 from .samples import SAMPLES, pack_samples, read_samples
-from .simulate import RoundResult, RunState, initial_state, restore_state, simulate, state_tensors
+from .simulate import RoundResult, RunState, initial_state, restore_state, simulate, state_tensors, surveyed
 
 CONFIG, ENVIRONMENT = "config.toml", "environment.json"
 ROUNDS, ROWS, SUMMARY = "rounds.jsonl", "rows.jsonl", "summary.md"
@@ -57,6 +57,7 @@ FLOWER = "flower.json"  # of a run on Flower: its nodes, and what they have in c
 CHECKPOINT, STATE = "checkpoint", "state.json"
 DRAFT = ".draft"
 TRAINING = "training images"
+WAIT = 120.0  # seconds in which another evaluation has surely written what it found
 LOST_ROUNDS = 3  # in a row, in which no update could be used: then a run stops
 # Settings that may be paths, or name files of plug-ins.
 PATHS = frozenset({"data", "data_root", "out", "init", "method", "backbone", "detectors"})
@@ -145,12 +146,14 @@ class Run:
         """Complain where images have changed since the run began: test images might be some that it trained on."""
         before, now = read_json(self.folder / PARTITION), image_hashes(found)
         kept = before.get("test_hashes", {})
-        known = {TRAINING: before.get("content_hash"), **(kept if isinstance(kept, dict) else {})}
+        trained = before.get("content_hash")
+        known = {TRAINING: trained and f"sha256 {trained}", **(kept if isinstance(kept, dict) else {})}
         for name, digest in now.items():
-            if known.get(name, digest) != digest:
+            if (known.get(name) or digest) != digest:
                 raise InputError(
-                    f"{self.folder}: the {name} are not those that the run began with (sha256 {digest[:12]}…, "
-                    f"{PARTITION} has {str(known[name])[:12]}…): put them back, or begin a new run"
+                    f"{self.folder}: the {name} are not those that the run began with ({digest[:19]}, {PARTITION} has "
+                    f"{str(known[name])[:19]}): put them back, or begin a new run; other versions of the packages, or "
+                    f"another kind of processor, may also make other pixels of the same files"
                 )
 
     def plugins(self) -> dict[str, dict[str, str]]:
@@ -215,8 +218,13 @@ class Run:
         if is_plugin(split_name(self.config.method)[0]):  # a method of yours may break the contract
             state = state or initial_state(engine, pretrain=False)
             client = max(state.clients, key=lambda client: len(client.indices))
-            if len(client.indices) > 1:
-                engine.try_step(state.server, client)
+            if len(client.indices) > 1 and not self.method.pools_data:
+                # What a method needs before its first step: one client's answers are as good as all.
+                answers, _, _ = surveyed(engine, state.server, [client], 0)
+                server = self.method.begin(state.server, answers)
+                if answers and self.method.settles:
+                    server = self.method.settle(server, answers, engine.server_nets())
+                engine.try_step(server, client)
 
     def specs(self) -> tuple[str, ...]:
         """Whose code a run calls while it trains and evaluates: of these names, those that are files of a user."""
@@ -355,13 +363,21 @@ class Run:
         evaluator = Evaluator(self.engine, detectors, progress=progress)
         done = evaluator.evaluation(state, run=name, method=self.config.method)
         self._no_numbers = no_numbers(done)
-        if state.server.round == self.config.rounds:
-            trained = state.server.shared
-            save_model(self.folder, done, self.federation, self.config, self.method, list(detectors), trained)
-        if state.server.round == self.config.rounds and done.answers:
-            save_samples(self.folder, done, self.config)
-        self.keep_rows(done.rows)
+        with self._writing():
+            if state.server.round == self.config.rounds:
+                trained = state.server.shared
+                save_model(self.folder, done, self.federation, self.config, self.method, list(detectors), trained)
+            if state.server.round == self.config.rounds and done.answers:
+                save_samples(self.folder, done, self.config)
+            self.keep_rows(done.rows)
         return done.rows
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Two evaluations at once write one after the other; what trains holds another lock, all the while."""
+        lock = self.folder / ENVIRONMENT
+        with alone(self.folder, lock, seconds=WAIT, pause=0.1) if lock.is_file() else contextlib.nullcontext():
+            yield
 
     def evaluate(self, detectors: Sequence[str] = (), progress: Progress | None = None) -> list[Row]:
         """Evaluate the last checkpoint with these detectors, or with those of the run that the method can serve."""
@@ -527,12 +543,17 @@ def make_federation(config: Config, load: Load | None = None) -> Federation:
 
 
 def image_hashes(federation: Federation) -> dict[str, str]:
-    """What tells the images of a federation from others: a hash of the training images, and one of each test set.
+    """What tells the images of a federation from others: a hash of the training images, and one of the test images.
 
-    Corrupted copies follow from the test images, and need none.
+    Of OUT sets it is their number: they may have been resized, which is not the same to the last bit everywhere, and
+    nobody trains on them. Corrupted copies follow from the test images, and need none.
     """
-    tests = {f"test images {t.name}": t.store.content_hash() for t in federation.tests if t.split != "in-c"}
-    return {TRAINING: federation.train.content_hash(), **tests}
+    found = {TRAINING: f"sha256 {federation.train.content_hash()}"}
+    for test in federation.tests:
+        if test.split != "in-c":
+            number = f"{len(test.store)} images"
+            found[f"test images {test.name}"] = number if test.split == "out" else f"sha256 {test.store.content_hash()}"
+    return found
 
 
 def write_partition(folder: Path, federation: Federation) -> None:
@@ -542,7 +563,7 @@ def write_partition(folder: Path, federation: Federation) -> None:
     counts, hashes = federation.describe().tolist(), image_hashes(federation)
     content = {
         "data": federation.name,
-        "content_hash": hashes.pop(TRAINING),
+        "content_hash": hashes.pop(TRAINING).removeprefix("sha256 "),
         "test_hashes": hashes,
         "skipped": dict(federation.skipped),
         "classes": list(federation.train.classes),
@@ -792,12 +813,12 @@ def save_model(
 ) -> None:
     """The trained model for use with these detectors, in two files; `model.json` names the other and is written last.
 
-    A model of the same weights, which are `trained` before an evaluation touches them, keeps all that it has, and
-    detectors that it lacks are added. One of others is replaced as soon as all detectors of the run were fitted.
+    A model of the same weights, which are `trained` before an evaluation touches them, keeps what it has of other
+    detectors. One of other weights is replaced as soon as all detectors of the run were fitted.
     """
     from safetensors.torch import load
 
-    names, whole = [name for name in detectors if name in found.fitted.names], tuple(detectors) == config.detectors
+    names, whole = [name for name in detectors if name in found.fitted.names], {*detectors} == {*config.detectors}
     round, weights = found.state.server.round, {"weights_sha256": _tensor_digest(trained)}
     about: dict[str, Any] = {}
     with contextlib.suppress(InputError):  # none yet, or a damaged one
@@ -805,14 +826,29 @@ def save_model(
     # Models of before they were added to do not say of which weights they are.
     known = about.get("weights_sha256", None if whole else weights["weights_sha256"])
     if about and about["round"] == round and known == weights["weights_sha256"] and is_of(about, config, method):
-        held = about["detectors"]
-        new = [name for name in names if name not in held]
-        if new:
-            tensors = load(data) | detector_tensors(found, new, first=len(held))
-            _write_model(folder, tensors, {**about, **weights, "detectors": held + new})
+        every = list(dict.fromkeys([*about["detectors"], *names]))
+        before = load(data)
+        tensors = dict(before)
+        for name in names:  # one that is there is replaced: its code may have changed, and its threshold with it
+            place = every.index(name)
+            tensors = {key: value for key, value in tensors.items() if not _is_of_detector(key, place)}
+            tensors |= detector_tensors(found, [name], first=place)
+        if every != about["detectors"] or not _same_tensors(before, tensors):
+            _write_model(folder, tensors, {**about, **weights, "detectors": every})
     elif whole:
         tensors = model_tensors(found, names)
         write_model(folder, tensors, round, federation.clients, names, federation, config, method, weights)
+
+
+def _is_of_detector(key: str, place: int) -> bool:
+    """Whether a tensor of a model belongs to the detector at this place."""
+    parts = key.split(".")
+    own = parts[2:] if parts[0] == "client" else parts
+    return own[:1] in (["detector"], ["calibration"], ["generic"]) and own[1:2] == [str(place)]
+
+
+def _same_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in one.items())
 
 
 def _tensor_digest(tensor: Tensor) -> str:

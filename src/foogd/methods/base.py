@@ -254,7 +254,7 @@ def losses_flaw(losses: Any, groups: Iterable[str]) -> str | None:
         loss = losses[group]
         if not isinstance(loss, Tensor):
             return f"the loss of {group!r} is a {type(loss).__name__}; it must be a scalar tensor"
-        if loss.shape != ():
+        if loss.numel() != 1:
             return f"the loss of {group!r} has shape {tuple(loss.shape)}; it must be a scalar"
     return None
 
