@@ -199,8 +199,8 @@ def _flat(name: str, facts: Facts) -> Layout:
     return Layout("folder of images", _any_images, readers.read_flat, name, facts, anywhere=False)
 
 
-def _arrays(name: str, facts: Facts = Facts()) -> Layout:  # noqa: B008 (frozen)
-    return Layout("arrays", _files(f"{name}.npz"), readers.read_npz, name, facts)
+def _arrays(name: str, facts: Facts | None = None) -> Layout:
+    return Layout("arrays", _files(f"{name}.npz"), readers.read_npz, name, facts or Facts())
 
 
 _CIFAR10 = Facts(50_000, 10_000, 10, 5_000, 1_000, px=32, first_label=6)
