@@ -34,6 +34,10 @@ RESULTS = ROOT / "docs" / "results"
 FIGURES = ROOT / "docs" / "figures"
 OUTS = {"LSUN-like crop": "LSUN-like crop", "Textures (10 classes)": "Textures", "isun": "iSUN", "svhn": "SVHN"}
 CHOSEN_BY = "LSUN-like resize"  # settings were chosen by this set, so no mean counts it
+# What follows the seed in the name of a whole run, in words.
+KINDS = {
+    "first": "first settings", "second": "second settings", "again": "again", "score-net-span": "score_net=span",
+}  # fmt: skip
 OURS = ("score_norm", "score_energy", "score_own", "score_near", "score_span", "span", "span_own")
 
 
@@ -98,15 +102,16 @@ class Kept:
 def whole_runs(data: str) -> dict[tuple[str, str, int], list[Kept]]:
     """Runs that trained everything from the start, by method, split of the data and rounds, each with its seeds.
 
-    A run with settings of FOOGD that were the default once is named after them: RUN-s21-second.
+    A run with settings of FOOGD that were the default once, or may be one day, is named after them, as in
+    RUN-s21-second; RUN-s21-again repeats one with more detectors.
     """
     groups: dict[tuple[str, str, int], list[Kept]] = {}
     for folder in sorted(RESULTS.iterdir()):
-        name = re.fullmatch(r".*-s\d+(?:-(?P<older>first|second))?", folder.name)
+        name = re.fullmatch(rf".*-s\d+(?:-(?P<kind>{'|'.join(KINDS)}))?", folder.name)
         run = Kept(folder.name)
         if name is None or run.settings["data"] != data:
             continue
-        method = str(run.settings["method"]) + (f", {name['older']} settings" if name["older"] else "")
+        method = str(run.settings["method"]) + (f", {KINDS[name['kind']]}" if name["kind"] else "")
         groups.setdefault((method, run.split_by, int(run.settings["rounds"])), []).append(run)
     order = ["fedavg", "fedavg+aug", "fedavg+foogd", "fedrod", "fedrod+foogd"]
 
@@ -192,9 +197,10 @@ def overview_table() -> str:
     asked = [name for name in OURS if any(name in run.detectors for run in everyone)]
     for data, found in kept.items():
         for (method, split_by, rounds), runs in found.items():
-            if not method.endswith("+foogd"):
+            plain_name, foogd, kind = method.partition("+foogd")
+            if not foogd or kind.endswith(" settings"):
                 continue
-            base = found.get((method.removesuffix("+foogd"), split_by, rounds))
+            base = found.get((plain_name, split_by, rounds))
             known = means(runs)
             best = best_other(known)
             before = ["–", "–"]
