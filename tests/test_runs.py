@@ -212,9 +212,17 @@ def changed(path):
     return happened
 
 
-def after(seconds):
-    end = time.monotonic() + seconds
-    return lambda: time.monotonic() > end
+def later(happened, seconds):
+    """A condition: so many seconds have passed since that one came true."""
+    end = float("inf")
+
+    def passed():
+        nonlocal end
+        if end == float("inf") and happened():
+            end = time.monotonic() + seconds
+        return time.monotonic() >= end
+
+    return passed
 
 
 def kill_when(process, happened):
@@ -242,13 +250,13 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been():
     assert len(set(seen)) > 3, "the reader was to see the checkpoints of several rounds"
 
     folder = Path("killed")
-    random_delay = random.Random(0).uniform(1.0, 2.5)
+    within_a_round = random.Random(0).random() * min(line["seconds"] for line in read_rounds(Path("straight")))
     moments = [
         lambda: folder.is_dir,
         lambda: lambda: any(folder.glob("checkpoint/.round*")),
         lambda: changed(folder / "checkpoint" / "state.json"),
         lambda: changed(folder / "rows.jsonl"),
-        lambda: after(random_delay),
+        lambda: later(changed(folder / "checkpoint" / "state.json"), within_a_round),
     ]
     kills = sum(kill_when(start("--out", "killed", "--resume"), moment()) for moment in moments)
     assert kills >= 4
