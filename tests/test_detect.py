@@ -39,6 +39,7 @@ from foogd.detect import (
     ScoreNorm,
     ScoreOwn,
     ScoreSpan,
+    ScoreSpanAll,
     Span,
     SpanOwn,
     ViM,
@@ -260,9 +261,9 @@ def test_score_norm_asks_for_its_noise_level() -> None:
 def test_detectors_say_whether_they_apply() -> None:
     plain = Readout(model().head)
     lacking = {name for name, detector in DETECTORS.items() if not detector.applies(plain)}
-    assert lacking == {"score_norm", "score_energy", "score_own", "score_near", "score_span", "dice", "vim"}
+    scores = {"score_norm", "score_energy", "score_own", "score_near", "score_span", "score_span_all"}
+    assert lacking == scores | {"dice", "vim"}
     assert all(d.applies(model()) for d in DETECTORS.values())
-    scores = {"score_norm", "score_energy", "score_own", "score_near", "score_span"}
     heads = scores | {"ash", "ash_p", "ash_s", "react", "dice", "vim"}
     assert {name for name, d in DETECTORS.items() if not d.applies(None)} == heads
     for readout in (None, plain):
@@ -279,8 +280,8 @@ def test_detectors_say_whether_they_apply() -> None:
 def test_every_detector_describes_itself() -> None:
     assert list(DETECTORS) == [
         "msp", "max_logit", "energy", "ash", "ash_p", "ash_s", "react", "dice", "vim", "knn", "mahalanobis",
-        "gradnorm", "score_norm", "score_energy", "score_own", "score_near", "score_span", "gaussian", "span",
-        "span_own",
+        "gradnorm", "score_norm", "score_energy", "score_own", "score_near", "score_span", "score_span_all",
+        "gaussian", "span", "span_own",
     ]  # fmt: skip
     for detector in DETECTORS.values():
         assert detector.description
@@ -1017,16 +1018,20 @@ def test_span_of_the_client_knows_no_class_that_only_others_have() -> None:
     mine = labels < 2
     rows = [data.z[mine] + 3 * model().weight[labels[mine]], data.z[~mine] + 3 * model().weight[labels[~mine]]]
     parts = [(Output(z, z[:, :CLASSES]), y, model()) for z, y in zip(rows, (labels[mine], labels[~mine]), strict=True)]
-    own, everyone = totals(SpanOwn(), parts[:1])[0], totals(Span(), parts)[0]
     test, others = parts[0][0], parts[1][0]
-    assert auroc(own(test), own(others)) > 0.99
-    assert abs(auroc(everyone(test), everyone(others)) - 0.5) < 0.2
+    for mine_alone, of_all in ((SpanOwn(), Span()), (ScoreSpan(), ScoreSpanAll())):
+        own, everyone = totals(mine_alone, parts[:1])[0], totals(of_all, parts)[0]
+        assert auroc(own(test, model()), own(others, model())) > 0.99
+        assert abs(auroc(everyone(test, model()), everyone(others, model())) - 0.5) < 0.2
 
 
 @pytest.mark.parametrize("count", [3, 30, 200])
-def test_score_span_is_the_score_and_the_span_in_units_of_their_means(count: int) -> None:
+@pytest.mark.parametrize(("alone", "joined"), [(SpanOwn, ScoreSpan), (Span, ScoreSpanAll)])
+def test_score_span_is_the_score_and_the_span_in_units_of_their_means(
+    alone: type[SpanOwn | Span], joined: type[ScoreSpan | ScoreSpanAll], count: int
+) -> None:
     data, test, sigma = outputs(count, seed=1), outputs(12, seed=2), 0.3
-    norm, share, both = ScoreNorm(), fitted(SpanOwn(sigma=sigma), data), fitted(ScoreSpan(sigma=sigma), data)
+    norm, share, both = ScoreNorm(), fitted(alone(sigma=sigma), data), fitted(joined(sigma=sigma), data)
     # By brute force: each image measured by the span of all others.
     u = data.z.double() * (D**0.5 / data.z.double().norm(dim=1, keepdim=True))
     around, out = u.T @ u / count + sigma**2 * torch.eye(D).double(), []
@@ -1034,7 +1039,7 @@ def test_score_span_is_the_score_and_the_span_in_units_of_their_means(count: int
         out.append(float(torch.linalg.solve(around - torch.outer(row, row) / count, row).norm()))
     wanted = norm(test, model()) / norm(data, model()).mean() + share(test) / (sum(out) / count)
     torch.testing.assert_close(both(test, model()), wanted, rtol=1e-6, atol=1e-9)
-    with pytest.raises(InputError, match="score_span needs a score network"):
+    with pytest.raises(InputError, match=f"^{joined.name} needs a score network"):
         both(test, Readout(model().head))
 
 

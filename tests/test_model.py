@@ -25,6 +25,7 @@ from foogd.settings import read_run_config
 SETTINGS = (
     "rounds=1", "clients=3", "corruptions=[]", "calibration=0.1", "participation=1.0", "severities=[1]", "min_size=20"
 )  # fmt: skip
+SAVED = ("msp", "energy", "score_norm", "knn", "mahalanobis", "vim", "score_span", "score_span_all")
 
 
 def start(folder, method, *more):
@@ -40,7 +41,7 @@ def start(folder, method, *more):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     place = tmp_path_factory.mktemp("model")
-    detectors = "detectors=msp,energy,score_norm,knn,mahalanobis,vim,score_span"
+    detectors = f"detectors={','.join(SAVED)}"
     return start(place / "run", "fedrod+foogd", detectors, "lambda_m=0.0")
 
 
@@ -63,7 +64,7 @@ def federation_of(folder):
     return make_federation(read_run_config(folder / "config.toml")[0])
 
 
-@pytest.mark.parametrize("detector", ["msp", "energy", "score_norm", "knn", "mahalanobis", "vim", "score_span"])
+@pytest.mark.parametrize("detector", SAVED)
 def test_a_client_of_the_loaded_model_answers_as_in_the_evaluation(trained, detector):
     model, federation, rows = foogd.load(trained), federation_of(trained), read_rows(trained)
     inside = federation.tests[0]

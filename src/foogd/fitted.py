@@ -512,23 +512,21 @@ class SpanOwn(_Spanned):
     local: ClassVar[bool] = True
 
 
-@final
 @dataclass(frozen=True)
-class ScoreSpan(Detector):
-    """‖s(z)‖/E‖s‖ + r(z)/E r, the paper's detector and `SpanOwn`'s r, each in units of its mean over the client's data.
+class _ScoreSpanned(Detector, ABC):
+    """‖s(z)‖/E‖s‖ + r(z)/E r: the paper's detector and the share out of the span, each in units of its mean.
 
-    The score tells how far an image is from what all clients have, the span which share of it points to where none of
-    the client's own images do. Neither asks the classifier, which is sure of many images that no class has. In the mean
-    of r no image counts to the span that it is measured by: of few images each is within the span of all.
+    The score tells how far an image is from where classes are, the span which share of it points to where no image
+    does. Neither asks the classifier, which is sure of many images that no class has. In the mean of r no image counts
+    to the span that it is measured by: of few images each is within the span of all.
     """
 
-    description: ClassVar[str] = "norm of the score network's output, and span_own"
+    name: ClassVar[str]
     paper: ClassVar[str] = "ours"
     passes: ClassVar[int] = 2  # the second tells the means
-    local: ClassVar[bool] = True
     needs_score: ClassVar[bool] = True
 
-    sigma: float = field(default=0.1, metadata={"gt": 0.0, "help": "noise level of the span, as in span_own"})
+    sigma: float = field(default=0.1, metadata={"gt": 0.0, "help": "noise level of the span, as in span"})
     inverse: Tensor | None = field(default=None, repr=False, compare=False)
     images: float | None = field(default=None, repr=False, compare=False)
     of_score: float | None = field(default=None, repr=False, compare=False)
@@ -553,7 +551,7 @@ class ScoreSpan(Detector):
 
     def _norms(self, z: Tensor, readout: Readout | None) -> Tensor:
         if readout is None or readout.score is None:
-            raise InputError("score_span needs a score network, but the model has none.")
+            raise InputError(f"{self.name} needs a score network, but the model has none.")
         norms: Tensor = readout.score(z).detach().double().norm(dim=1)
         return norms
 
@@ -564,12 +562,38 @@ class ScoreSpan(Detector):
         return scores
 
 
+@final
+@dataclass(frozen=True)
+class ScoreSpan(_ScoreSpanned):
+    """The norm of the score and `SpanOwn`, in units of their means over the client's own training images.
+
+    An image of a class that only others have is not like what the client has seen, and counts as OUT more often.
+    """
+
+    description: ClassVar[str] = "norm of the score network's output, and span_own"
+    name: ClassVar[str] = "score_span"
+    local: ClassVar[bool] = True
+
+
+@final
+@dataclass(frozen=True)
+class ScoreSpanAll(_ScoreSpanned):
+    """The norm of the score and `Span`, in units of their means over all training images.
+
+    It asks whether an image is unlike anything that anybody has seen, and can answer where nobody says which client it
+    is. Clients send what `Span` needs, then two sums.
+    """
+
+    description: ClassVar[str] = "norm of the score network's output, and span"
+    name: ClassVar[str] = "score_span_all"
+
+
 def _span_sums(z: Tensor) -> dict[str, Tensor]:
     u = of_equal_length(z.detach().double())
     return {"n": u.new_tensor(float(len(u))), "outer": u.T @ u}
 
 
-def _span_inverse(detector: _Spanned | ScoreSpan, total: Mapping[str, Tensor]) -> Float[Tensor, "d d"]:
+def _span_inverse(detector: _Spanned | _ScoreSpanned, total: Mapping[str, Tensor]) -> Float[Tensor, "d d"]:
     """(M + σ²I)⁻¹."""
     n, outer = _sums(detector, total, "n", "outer")
     spread, axes = _eigen(outer / n)

@@ -23,6 +23,7 @@ NAMES = {
     "score_energy": "score + energy",
     "score_own": "score + energy, own classes",
     "score_near": "score + energy, own features",
+    "score_span_all": "score + span",
     "score_span": "score + span, own features",
     "ash": "ASH-B",
     "ash_p": "ASH-P",
