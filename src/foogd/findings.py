@@ -397,11 +397,11 @@ def images_tested(scene: Scene) -> str:
         told.append(f"{_range(set.union(*kinds.values()))} {name}{many}")
     sentences = [f"Test images: {_listed(told)}."] if told else []
     unknown = [f"{count} of {name}" for name, count in _out_images(scene, outs).items()]
-    on_flower = [record.flower for record in records]
+    on_flower = any(group.flower for group in scene.groups)
     if unknown:
-        sentences.append(f"OUT images: {_listed(unknown)}{'' if any(on_flower) else ', all of them for every client'}.")
-    if sentences and any(on_flower):
-        sentences.append(f"{'Images' if all(on_flower) else 'In runs on Flower, images'} of all nodes are added up.")
+        sentences.append(f"OUT images: {_listed(unknown)}{'' if on_flower else ', all of them for every client'}.")
+    if sentences and on_flower:
+        sentences.append("Images of all nodes are added up.")
     return " ".join(sentences)
 
 
