@@ -788,6 +788,46 @@ def test_made_up_data_has_no_published_number_and_says_so(tmp_path):
     assert any("NOT REAL DATA" in one.text for one in findings(collection))
 
 
+def test_a_run_on_flower_has_no_published_number_and_says_why(tmp_path):
+    make_run(tmp_path / "here", preset="cifar10", clients=10, samples=False)
+    make_run(tmp_path / "nodes", preset="cifar10", clients=10, flower=True)
+    collection = collect(find_runs([tmp_path]))
+    here, nodes = (paper_grid(scene) for scene in collection.scenes)
+    assert here.has_published
+    assert not nodes.has_published
+    assert not here.lines[0].marks
+    compared = sum(cell.published is not None for cell in here.lines[0].cells)
+    texts = [one.text for one in findings(collection) if one.title == "Against the paper"]
+    assert len(texts) == 1
+    assert f" of {compared} numbers" in texts[0]
+    why = "no published numbers: on Flower the images and their split are those of the nodes"
+    assert f"† fedavg: {why}" in section(html_report(collection, maps=0), "results")
+    assert f"† fedavg: {why}" in markdown_report(collection)
+    assert why in latex_report(collection)
+    lines = csv.DictReader(io.StringIO(csv_report(collection)))
+    assert {line["setting"] for line in lines if line["published"]} == {"simulated"}
+    alone = html_report(collect([tmp_path / "nodes"]), maps=0)
+    assert 'class="pub"' not in alone
+    assert why in alone
+
+
+def test_a_run_on_flower_without_a_published_counterpart_is_not_marked(tmp_path):
+    make_run(tmp_path / "nodes", rounds=2, flower=True)
+    assert "published" not in Page(html_report(collect([tmp_path / "nodes"]), maps=0)).words()
+
+
+def test_means_over_domains_of_nodes_have_no_published_number(tmp_path):
+    for domain in DOMAINS:
+        make_run(tmp_path / domain, preset="pacs", leave_out=domain, clients=3, corruptions=[], flower=True)
+        path = tmp_path / domain / "rows.jsonl"
+        row = json.loads(path.read_text().splitlines()[-1])
+        row |= {"detector": None, "metric": "accuracy", "split": "in-c", "corruption": f"{LEFT_OUT}{domain}"}
+        path.write_text(path.read_text() + json.dumps(row) + "\n")
+    ((_, grid),) = domain_means(collect(find_runs([tmp_path])))
+    assert not grid.has_published
+    assert "on Flower" in grid.lines[0].footnote
+
+
 def test_settings_that_follow_from_the_data_are_not_said_again(tmp_path):
     for preset, clients in (("cifar10", 10), ("cifar100", 5)):
         for alpha in (0.1, 5.0):

@@ -11,7 +11,7 @@ from typing import final
 from .data.federation import LEFT_OUT
 from .errors import InputError
 from .methods import METHODS, make_method, method_fields, split_name
-from .published import DOMAINS, departures
+from .published import DOMAINS, OF_NODES, departures
 from .records import Collection, Record, Scene, shown
 from .report import Cell, Grid, Measure, Report, detector_name, paper_detector
 from .runs import skipped_sentence
@@ -303,6 +303,7 @@ def scene_grid(
         settings=printed if scope == "weighted" else None,
         departs={group.label: departures(group.settings) for group in scene.groups},
         unfinished={group.label: group.unfinished for group in scene.groups},
+        withheld={group.label: OF_NODES for group in scene.groups if group.flower},
         scope=scope,
     )
 
@@ -343,6 +344,7 @@ def domain_means(collection: Collection) -> list[tuple[str, Grid]]:
             settings={g.label: {} if g.stand_in else {**g.settings, **over} for g in groups},
             departs={g.label: departures(g.settings) for g in groups},
             unfinished={g.label: g.unfinished for g in sorted(groups, key=lambda group: bool(group.unfinished))},
+            withheld={g.label: OF_NODES for g in groups if g.flower},
         )
         rest = scenes[0].title_without("leave_out")
         found.append((f"{rest}{', ' if rest else ''}mean over leave_out = {', '.join(domains)}", grid))
