@@ -20,6 +20,7 @@ from foogd.flower.engine import Post
 from foogd.flower.messages import BadMessage, pack, to_record, unpack
 from foogd.flower.node import Kept
 from foogd.flower.server import Server, _add_sums, serve
+from foogd.records import collect, find_runs
 from foogd.runs import Run, load_checkpoint, read_rounds, read_rows
 from foogd.settings import parse_toml, resolve
 
@@ -136,6 +137,14 @@ def test_the_run_folder_has_the_files_of_a_simulated_run():
     assert "3 clients" in Path("flower/summary.md").read_text()
     with pytest.raises(InputError, match="on the nodes"):
         Run.open(Path("flower"), lambda path: resolve(parse_toml(path.read_bytes(), "c"), {})).evaluate()
+
+
+def test_a_report_tells_a_run_on_flower_from_its_twin_in_the_simulator():
+    on_flower(make_nodes("shards"), method="fedavg", detectors="msp", data="tiny.py:inside")
+    simulated(method="fedavg", detectors=["msp"])
+    collection = collect(find_runs([Path("flower"), Path("simulated")]))
+    assert [scene.title for scene in collection.scenes] == ["simulated", "on Flower"]
+    assert collection.notes == ()
 
 
 def test_private_values_stay_on_their_node():

@@ -16,6 +16,7 @@ import torch
 from sklearn.metrics import roc_auc_score
 
 from foogd.cli import main
+from foogd.curves import sensitivities
 from foogd.data.corrupt import CORRUPTIONS
 from foogd.data.federation import LEFT_OUT
 from foogd.documents import csv_report, latex_report, markdown_report
@@ -376,6 +377,53 @@ def test_a_run_that_stands_there_twice_counts_once(tmp_path):
     collection = collect(find_runs([tmp_path]))
     assert len(collection.records) == 1
     assert any("same settings and seed" in note for note in collection.notes)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_run_on_flower_is_no_seed_of_a_simulated_run(tmp_path, seed):
+    make_run(tmp_path / "here", rounds=2, alpha=0.3, samples=False)
+    make_run(tmp_path / "nodes", rounds=2, alpha=0.3, seed=seed, flower=True)
+    collection = collect(find_runs([tmp_path]))
+    assert [scene.title for scene in collection.scenes] == ["simulated", "on Flower"]
+    assert [record.folder.name for record in collection.records] == ["here", "nodes"]
+    assert collection.notes == ()
+    results = section(html_report(collection, maps=0), "results")
+    for text in (results, markdown_report(collection), csv_report(collection), latex_report(collection)):
+        assert "simulated" in text
+        assert "on Flower" in text
+        assert "over 2 seeds" not in text
+    assert results.count("Images of all nodes are added up.") == 1
+
+
+def test_runs_of_one_kind_need_no_word_for_it(tmp_path):
+    for seed in (0, 1):
+        make_run(tmp_path / f"nodes{seed}", rounds=2, seed=seed, flower=True)
+    (scene,) = collect(find_runs([tmp_path])).scenes
+    assert scene.title == ""
+    assert [len(group.records) for group in scene.groups] == [2]
+
+
+def test_what_shares_images_out_says_nothing_about_those_of_nodes(tmp_path):
+    for alpha in (0.1, 5.0):
+        make_run(tmp_path / f"here{alpha}", rounds=2, alpha=alpha, samples=False)
+    make_run(tmp_path / "nodes", rounds=2, alpha=0.1, out=["fashion_out"], names=["scans"], flower=True)
+    collection = collect(find_runs([tmp_path]))
+    titles = [scene.title for scene in collection.scenes]
+    assert titles == ["simulated, alpha = 0.1", "simulated, alpha = 5", "on Flower"]
+    (names,) = {tuple(lines) for lines in sensitivities(collection)["alpha"].values()}
+    assert names == ("fedavg, simulated",)
+    assert {row.dataset for row in collection.scenes[0].report.rows if row.split == "out"} == {"fashion_out", "digits"}
+    # Whoever gives two such runs other values means two experiments.
+    make_run(tmp_path / "others", rounds=2, alpha=5.0, out=["fashion_out"], names=["scans"], flower=True)
+    titles = [scene.title for scene in collect(find_runs([tmp_path])).scenes]
+    assert titles[2:] == ["on Flower, alpha = 0.1", "on Flower, alpha = 5"]
+
+
+def test_the_data_set_does_not_say_where_a_run_was_made(tmp_path):
+    make_run(tmp_path / "here", rounds=2, samples=False)
+    make_run(tmp_path / "nodes", preset="cifar10", rounds=2, flower=True)
+    titles = [scene.title for scene in collect(find_runs([tmp_path])).scenes]
+    assert titles == ["simulated, data = fashion", "on Flower, data = cifar10"]
 
 
 def test_the_last_evaluated_round_counts_even_where_the_name_of_the_run_has_changed(tmp_path):
@@ -740,6 +788,46 @@ def test_made_up_data_has_no_published_number_and_says_so(tmp_path):
     assert any("NOT REAL DATA" in one.text for one in findings(collection))
 
 
+def test_a_run_on_flower_has_no_published_number_and_says_why(tmp_path):
+    make_run(tmp_path / "here", preset="cifar10", clients=10, samples=False)
+    make_run(tmp_path / "nodes", preset="cifar10", clients=10, flower=True)
+    collection = collect(find_runs([tmp_path]))
+    here, nodes = (paper_grid(scene) for scene in collection.scenes)
+    assert here.has_published
+    assert not nodes.has_published
+    assert not here.lines[0].marks
+    compared = sum(cell.published is not None for cell in here.lines[0].cells)
+    texts = [one.text for one in findings(collection) if one.title == "Against the paper"]
+    assert len(texts) == 1
+    assert f" of {compared} numbers" in texts[0]
+    why = "no published numbers: on Flower the images and their split are those of the nodes"
+    assert f"† fedavg: {why}" in section(html_report(collection, maps=0), "results")
+    assert f"† fedavg: {why}" in markdown_report(collection)
+    assert why in latex_report(collection)
+    lines = csv.DictReader(io.StringIO(csv_report(collection)))
+    assert {line["setting"] for line in lines if line["published"]} == {"simulated"}
+    alone = html_report(collect([tmp_path / "nodes"]), maps=0)
+    assert 'class="pub"' not in alone
+    assert why in alone
+
+
+def test_a_run_on_flower_without_a_published_counterpart_is_not_marked(tmp_path):
+    make_run(tmp_path / "nodes", rounds=2, flower=True)
+    assert "published" not in Page(html_report(collect([tmp_path / "nodes"]), maps=0)).words()
+
+
+def test_means_over_domains_of_nodes_have_no_published_number(tmp_path):
+    for domain in DOMAINS:
+        make_run(tmp_path / domain, preset="pacs", leave_out=domain, clients=3, corruptions=[], flower=True)
+        path = tmp_path / domain / "rows.jsonl"
+        row = json.loads(path.read_text().splitlines()[-1])
+        row |= {"detector": None, "metric": "accuracy", "split": "in-c", "corruption": f"{LEFT_OUT}{domain}"}
+        path.write_text(path.read_text() + json.dumps(row) + "\n")
+    ((_, grid),) = domain_means(collect(find_runs([tmp_path])))
+    assert not grid.has_published
+    assert "on Flower" in grid.lines[0].footnote
+
+
 def test_settings_that_follow_from_the_data_are_not_said_again(tmp_path):
     for preset, clients in (("cifar10", 10), ("cifar100", 5)):
         for alpha in (0.1, 5.0):
@@ -1063,8 +1151,6 @@ def test_names_of_files_stay_short_and_apart():
 
 
 def test_a_setting_at_several_values_gives_a_sensitivity_curve(tmp_path):
-    from foogd.curves import sensitivities
-
     for place, value in enumerate((0.1, 0.5, 1.0)):
         make_run(tmp_path / f"m{value}", "fedavg+foogd", lambda_m=value, good=0.05 * place, samples=False)
     collection = collect(find_runs([tmp_path]))

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .records import Collection, Group, Scene, shown
+from .records import Collection, Group, Scene, in_words
 from .report import paper_detector
 
 Points = list[tuple[float, float]]
@@ -115,7 +115,7 @@ def sensitivities(collection: Collection) -> dict[str, dict[str, dict[str, Point
         for scene, group, settings in own:
             if not _is_number(settings.get(key)):
                 continue
-            rest = [f"{name}={shown(value)}" for name, value in settings.items() if name != key]
+            rest = [in_words(name, value) for name, value in settings.items() if name != key]
             for title, value in _usual_numbers(scene, group).items():
                 line = curves.setdefault(title, {}).setdefault(", ".join([group.method, *rest]), [])
                 line.append((float(settings[key]), value))

@@ -11,7 +11,7 @@ from typing import final
 from .data.federation import LEFT_OUT
 from .errors import InputError
 from .methods import METHODS, make_method, method_fields, split_name
-from .published import DOMAINS, departures
+from .published import DOMAINS, OF_NODES, departures
 from .records import Collection, Record, Scene, shown
 from .report import Cell, Grid, Measure, Report, detector_name, paper_detector
 from .runs import skipped_sentence
@@ -303,6 +303,7 @@ def scene_grid(
         settings=printed if scope == "weighted" else None,
         departs={group.label: departures(group.settings) for group in scene.groups},
         unfinished={group.label: group.unfinished for group in scene.groups},
+        withheld={group.label: OF_NODES for group in scene.groups if group.flower},
         scope=scope,
     )
 
@@ -343,6 +344,7 @@ def domain_means(collection: Collection) -> list[tuple[str, Grid]]:
             settings={g.label: {} if g.stand_in else {**g.settings, **over} for g in groups},
             departs={g.label: departures(g.settings) for g in groups},
             unfinished={g.label: g.unfinished for g in sorted(groups, key=lambda group: bool(group.unfinished))},
+            withheld={g.label: OF_NODES for g in groups if g.flower},
         )
         rest = scenes[0].title_without("leave_out")
         found.append((f"{rest}{', ' if rest else ''}mean over leave_out = {', '.join(domains)}", grid))
@@ -397,11 +399,11 @@ def images_tested(scene: Scene) -> str:
         told.append(f"{_range(set.union(*kinds.values()))} {name}{many}")
     sentences = [f"Test images: {_listed(told)}."] if told else []
     unknown = [f"{count} of {name}" for name, count in _out_images(scene, outs).items()]
-    on_flower = [record.flower for record in records]
+    on_flower = any(group.flower for group in scene.groups)
     if unknown:
-        sentences.append(f"OUT images: {_listed(unknown)}{'' if any(on_flower) else ', all of them for every client'}.")
-    if sentences and any(on_flower):
-        sentences.append(f"{'Images' if all(on_flower) else 'In runs on Flower, images'} of all nodes are added up.")
+        sentences.append(f"OUT images: {_listed(unknown)}{'' if on_flower else ', all of them for every client'}.")
+    if sentences and on_flower:
+        sentences.append("Images of all nodes are added up.")
     return " ".join(sentences)
 
 

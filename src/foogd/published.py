@@ -21,6 +21,7 @@ NOTE = (
     "code exchanges IN and OUT in the FPR95 of MSP, so a published FPR95 of a method without FOOGD may be another "
     "quantity; AUROC is not affected."
 )
+OF_NODES = "on Flower the images and their split are those of the nodes, whatever the settings say"
 
 # What may differ from the preset without making the published number another one: how much is measured, and where.
 _FREE = WHERE | {

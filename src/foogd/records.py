@@ -39,8 +39,13 @@ _SAME = WHERE | {
     "threads",
     "on_bad",
 }
+ON_FLOWER = "on_flower"  # beside the settings: whether the nodes of Flower brought the images
+# What shares images out, and says nothing about images that nodes bring.
+_SHARING = frozenset(
+    {"out", "test_share", "sites", "leave_out", "partition", "alpha", "classes_per_client", "min_size"}
+)
 # Told in titles even where the data set decides them: without them two experiments would look alike.
-TOLD = frozenset({"alpha", "rounds", "leave_out"})
+TOLD = frozenset({ON_FLOWER, "alpha", "rounds", "leave_out"})
 FEW = 3  # settings of a method that a label lists one by one
 # A folder from before a setting existed was made with its default.
 _DEFAULTS = {
@@ -66,6 +71,7 @@ class Record:
     answers: bool = True  # whether its single answers can be read, where it has any
     outs: Mapping[str, str] | None = None  # the OUT sets that are looked at, as in `tested`; None: all
     flower: bool = False  # whether it was made on Flower, where the nodes bring their data
+    idle: frozenset[str] = frozenset()  # settings that tell nothing about it beside other runs
 
     @property
     def method(self) -> str:
@@ -107,6 +113,12 @@ class Record:
         names = self.outs.values()
         return replace(found, sets=tuple(one for one in found.sets if one.split != "out" or one.name in names))
 
+    @cached_property
+    def compared(self) -> dict[str, Any]:
+        """What it is told from other runs by."""
+        settings = {key: value for key, value in self.settings.items() if key not in _SAME | self.idle}
+        return {ON_FLOWER: self.flower, **settings, **({} if self.outs is None else {"out": list(self.outs)})}
+
     @property
     def tested(self) -> dict[str, str] | None:
         """The OUT sets that have rows: what the settings call them, and their names; None where that is not clear."""
@@ -147,13 +159,17 @@ class Group:
     @property
     def clients_stay(self) -> bool:
         """Whether a client is the same one in every seed: it is where clients are domains, or nodes of Flower."""
-        return bool(self.settings["partition"] == "by_domain") or all(record.flower for record in self.records)
+        return bool(self.settings["partition"] == "by_domain") or self.flower
 
     @property
     def unfinished(self) -> str:
         """How far the runs are where they are not finished; else empty."""
         first = self.records[0]
         return "" if first.finished else f"round {first.last_round} of {first.settings['rounds']}"
+
+    @property
+    def flower(self) -> bool:
+        return self.records[0].flower
 
     @property
     def stand_in(self) -> bool:
@@ -186,7 +202,8 @@ class Scene:
         told = [(key, value) for key, value in self.setting if key not in self.implied and key != left_out]
         by_domain = ("clients", 0)  # what the setting says is no number of clients
         return ", ".join(
-            f"{key} = {'one a domain' if (key, value) == by_domain else shown(value)}" for key, value in told
+            "clients = one a domain" if (key, value) == by_domain else in_words(key, value, " = ")
+            for key, value in told
         )
 
     @cached_property
@@ -340,16 +357,16 @@ def collect(folders: Sequence[Path]) -> Collection:
         if len(unread) == len(folders) > 0:
             raise unread[0]
         raise InputError(f"there is nothing to report: none of {len(folders)} runs has an evaluated round")
-    records = _on_shared_outs(records, notes)
-    in_setting = [key for key in _varying(records) if key in _DEFAULTS]
+    records = _on_shared_outs(_without_idle(records), notes)
+    in_setting = [key for key in _varying(records) if _is_of_run(key)]
     in_variant = {
-        method: [key for key in _varying([r for r in records if r.method == method]) if key not in _DEFAULTS]
+        method: [key for key in _varying([r for r in records if r.method == method]) if not _is_of_run(key)]
         for method in dict.fromkeys(record.method for record in records)
     }
     lines: dict[str, list[Record]] = {}
     keys: dict[str, tuple[Settings, Settings]] = {}
     for record in records:
-        setting = tuple((key, _compared(record, key)) for key in in_setting)
+        setting = _told(record, in_setting)
         variant = tuple((key, record.settings.get(key)) for key in in_variant[record.method])
         line = repr((setting, record.method, variant))
         keys[line] = setting, variant
@@ -374,7 +391,9 @@ def _implied(settings: Sequence[Settings]) -> frozenset[str]:
     """Settings of which there is one value for each data set, but for those that a reader always wants to know."""
     found = [dict(setting) for setting in settings]
     keys = {key for setting in found for key in setting if "data" in setting} - {"data"} - TOLD
-    of_data = {key: {(repr(setting["data"]), repr(setting[key])) for setting in found} for key in keys}
+    of_data = {
+        key: {(repr(setting["data"]), repr(setting[key])) for setting in found if key in setting} for key in keys
+    }
     return frozenset(key for key, pairs in of_data.items() if len(pairs) == len({data for data, _ in pairs}))
 
 
@@ -405,10 +424,10 @@ def _on_shared_outs(records: Sequence[Record], notes: list[str]) -> list[Record]
 
     Every number is of one OUT set, so sets that were added later do not make another experiment.
     """
-    others = [key for key in _varying(records) if key in _DEFAULTS and key != "out"]
+    others = [key for key in _varying(records) if _is_of_run(key) and key != "out"]
     alike: dict[str, list[int]] = {}
     for place, record in enumerate(records):
-        alike.setdefault(repr([record.settings[key] for key in others]), []).append(place)
+        alike.setdefault(repr(_told(record, others)), []).append(place)
     found, left_out = list(records), dict[str, tuple[int, int]]()
     for places in alike.values():
         tested = [records[place].tested for place in places]
@@ -431,9 +450,23 @@ def _on_shared_outs(records: Sequence[Record], notes: list[str]) -> list[Record]
     return found
 
 
-def _compared(record: Record, key: str) -> Any:
-    """A setting's value as runs are compared by it."""
-    return list(record.outs) if key == "out" and record.outs is not None else record.settings.get(key)
+def _without_idle(records: Sequence[Record]) -> list[Record]:
+    """The records, those on Flower without settings that share images out: their nodes bring them.
+
+    Where such runs have several values of one, whoever gave them meant several experiments, and they stay apart.
+    """
+    nodes = [record for record in records if record.flower]
+    idle = _SHARING - set(_varying(nodes))
+    return [replace(record, idle=idle) if record.flower else record for record in records]
+
+
+def _is_of_run(key: str) -> bool:
+    """Whether it makes a table of its own, and is no setting of a method."""
+    return key in _DEFAULTS or key == ON_FLOWER
+
+
+def _told(record: Record, keys: Iterable[str]) -> Settings:
+    return tuple((key, record.compared[key]) for key in keys if key in record.compared)
 
 
 def _siblings(members: Sequence[Record], notes: list[str]) -> tuple[Record, ...]:
@@ -456,9 +489,9 @@ def _siblings(members: Sequence[Record], notes: list[str]) -> tuple[Record, ...]
 
 
 def _varying(records: Sequence[Record]) -> list[str]:
-    """The settings whose values differ between records that have them."""
-    keys = dict.fromkeys(key for record in records for key in record.settings if key not in _SAME)
-    return [key for key in keys if len({repr(_compared(r, key)) for r in records if key in r.settings}) > 1]
+    """What differs between records that have it."""
+    keys = dict.fromkeys(key for record in records for key in record.compared)
+    return [key for key in keys if len({repr(r.compared[key]) for r in records if key in r.compared}) > 1]
 
 
 # The order of the paper's tables: methods without a private part, then those with one; FOOGD last in each.
@@ -477,6 +510,13 @@ def sortable(value: Any) -> tuple[int, float, str]:
     """What values of a setting are put in order by: numbers first."""
     number = isinstance(value, int | float)
     return (0, float(value), "") if number else (1, 0.0, str(value))
+
+
+def in_words(key: str, value: Any, sign: str = "=") -> str:
+    """A setting with its value, and where a run was made."""
+    if key == ON_FLOWER:
+        return "on Flower" if value else "simulated"
+    return f"{key}{sign}{shown(value)}"
 
 
 def shown(value: Any) -> str:

@@ -138,6 +138,7 @@ class Line:
     cells: tuple[Cell, ...]
     departs: tuple[str, ...] = ()  # in what it differs from the published settings
     unfinished: str = ""  # how far its runs are, where they are not finished
+    withheld: str = ""  # why published numbers do not stand beside it, though its settings have some
 
     @property
     def seeds(self) -> int:
@@ -146,12 +147,13 @@ class Line:
     @property
     def marks(self) -> tuple[str, ...]:
         """Why its numbers are not to be compared with the published ones."""
-        return (*self.departs, *([self.unfinished] if self.unfinished else []))
+        return (*self.departs, *filter(None, [self.withheld, self.unfinished]))
 
     @property
     def footnote(self) -> str:
         """The marks as the end of a sentence."""
         words = [f"not the published settings: {'; '.join(self.departs)}"] if self.departs else []
+        words += [f"no published numbers: {self.withheld}"] if self.withheld else []
         return "; ".join([*words, *([f"not finished: {self.unfinished}"] if self.unfinished else [])])
 
 
@@ -498,12 +500,13 @@ class Report:
         settings: Mapping[str, Mapping[str, Any]] | None = None,
         departs: Mapping[str, Sequence[str]] | None = None,
         unfinished: Mapping[str, str] | None = None,
+        withheld: Mapping[str, str] | None = None,
         scope: str = "weighted",
     ) -> Grid:
         """Numbers of each method with the detectors that `chosen(method, known)` picks, the best of a column marked.
 
         `settings` of each method finds the published numbers, `departs` says in what its runs differ from those,
-        `unfinished` how far they are where they are not finished.
+        `unfinished` how far they are where they are not finished, `withheld` why published numbers are not shown.
         """
         lines = []
         for method in self.methods():
@@ -512,8 +515,10 @@ class Report:
                     self._cell(method, detector, column, (settings or {}).get(method), scope) for column in columns
                 ]
                 found = any(cell.published for cell in cells)
-                other = tuple((departs or {}).get(method, ())) if found else ()
-                lines.append(Line(method, detector, tuple(cells), other, (unfinished or {}).get(method, "")))
+                why = (withheld or {}).get(method, "") if found else ""
+                cells = [replace(cell, published=None) for cell in cells] if why else cells
+                other = tuple((departs or {}).get(method, ())) if found and not why else ()
+                lines.append(Line(method, detector, tuple(cells), other, (unfinished or {}).get(method, ""), why))
         return Grid(self._title(scope), tuple(columns), mark_best(columns, lines), scope)
 
     def _cell(
