@@ -26,6 +26,7 @@ corruptions = ["gaussian_noise", "brightness"]
 severities = [1, 3, 5]
 data_root = "{folder}"         # decoded images are cached below it
 calibration = 0.1              # of each site's training images, set aside to find thresholds
+detectors = ["msp", "energy", "score_norm", "score_span_all"]
 
 method = "fedavg+foogd"
 backbone = "cnn"

@@ -127,8 +127,18 @@ def test_one_call_is_the_verdict_of_equation_9(trained):
     images = federation.tests[-1].store.images[:40]
     found = model.predict(images)
     assert torch.equal(model.is_out(images), found.score > found.threshold)
-    assert found.detector == "score_norm"
+    assert found.detector == "score_span_all"
     assert [row["verdict"] for row in found.rows()] == ["OUT" if out else "IN" for out in found.out]
+
+
+@pytest.mark.parametrize("client", [None, 1])
+def test_a_verdict_rests_on_what_everyone_has_unless_one_chooses(trained, client):
+    model, image = foogd.load(trained), federation_of(trained).tests[0].store.images[:1]
+    usable = list(SAVED)
+    for wanted in ("score_span_all", "score_norm", "energy", "msp"):
+        model._names = usable
+        assert model.predict(image, client=client).detector == wanted
+        usable = [name for name in usable if name != wanted]
 
 
 def test_images_come_as_arrays_tensors_and_files_of_any_size(trained, tmp_path):
@@ -380,7 +390,7 @@ def test_the_command_prints_a_table_json_and_csv(trained, tmp_path, foogd_comman
     wanted = foogd.load(trained).predict(sorted(folder.iterdir()), client=1)
     code, out, _ = foogd_command("predict", trained, folder, "--client", 1, "--format", "json")
     found = json.loads(out)
-    assert (code, found["detector"], found["tpr"]) == (0, "score_norm", 0.95)
+    assert (code, found["detector"], found["tpr"]) == (0, "score_span_all", 0.95)
     assert [row["score"] for row in found["images"]] == wanted.score.tolist()
     assert [row["file"] for row in found["images"]] == [str(folder / "0.png"), str(folder / "1.png")]
     _, out, _ = foogd_command("predict", trained, folder, "--client", 1, "--format", "csv")

@@ -49,7 +49,9 @@ KEYS = {
     "file": "a text",
     "sha256": "a text",
 }
-PREFERRED = ("score_norm", "energy", "msp")  # the detector that a verdict rests on, where nobody chooses one
+# The detector that a verdict rests on, where nobody chooses one. None that knows one client's images alone: to those the
+# classes of others are OUT (docs/research.md, section 20).
+PREFERRED = ("score_span_all", "score_norm", "energy", "msp")
 
 
 @final
