@@ -307,6 +307,14 @@ def test_sites_that_are_read_as_classes_are_noticed(own, foogd):
     assert "is read with" not in Path("right/summary.md").read_text()
 
 
+@pytest.mark.parametrize("asked", ["partition=by_domain", "leave_out=b"])
+def test_forgotten_sites_are_named_where_they_are_needed(own, foogd, asked):
+    code, _, complaint = foogd("run", "my.toml", *AS_CLASSES, "--set", asked, "--out", "x")
+    assert code == 2
+    assert re.fullmatch(rf"foogd: .* needs images with domains; sites has none: {re.escape(FORGOTTEN)}\n", complaint)
+    assert not Path("x").exists()
+
+
 def test_every_command_that_splits_images_notices_forgotten_sites(own, foogd):
     settings = MINE.replace('"folder"', '""').replace('"by_domain"', '"dirichlet"').replace("rounds = 2", "rounds = 1")
     Path("wrong.toml").write_text(settings.replace("clients = 0", "clients = 2"))
