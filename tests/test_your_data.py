@@ -15,6 +15,7 @@ from foogd import InputError, load
 from foogd.cli import main
 from foogd.data.readers import read_sites, read_table
 from foogd.data.sources import load_source
+from foogd.data.standins import make_stand_ins
 from foogd.runs import Run, make_federation
 from foogd.settings import read_preset, read_run_config, resolve
 
@@ -284,3 +285,90 @@ def test_sites_that_are_called_by_numbers_keep_their_names(own, foogd):
     assert foogd("run", "my.toml", "--out", "b")[0] == 0
     one = json.loads(foogd("predict", "b", "strange", "--client", "1", "--format", "json")[1])
     assert (one["client"], one["client_name"]) == (0, "1")
+
+
+FORGOTTEN = (
+    "sites is read with its folders as classes (a, b), but several of them hold folders of the same names (dog): "
+    'if they are sites, set sites = "folder".'
+)
+AS_CLASSES = [part for word in ("sites=", "partition=dirichlet", "clients=2") for part in ("--set", word)]
+
+
+def test_sites_that_are_read_as_classes_are_noticed(own, foogd):
+    for out in ("first", "from-cache"):
+        code, printed, complaint = foogd("run", "my.toml", *AS_CLASSES, "--out", out)
+        assert (code, complaint) == (0, f"foogd: {FORGOTTEN}\n")
+        assert "is read with" not in printed
+        assert Path(out, "summary.md").read_text().splitlines().count(FORGOTTEN) == 1
+    assert foogd("evaluate", "first")[0] == 0
+    assert FORGOTTEN in Path("first/summary.md").read_text()
+    code, _, complaint = foogd("run", "my.toml", "--out", "right")
+    assert (code, complaint) == (0, "")
+    assert "is read with" not in Path("right/summary.md").read_text()
+
+
+@pytest.mark.parametrize("asked", ["partition=by_domain", "leave_out=b"])
+def test_forgotten_sites_are_named_where_they_are_needed(own, foogd, asked):
+    code, _, complaint = foogd("run", "my.toml", *AS_CLASSES, "--set", asked, "--out", "x")
+    assert code == 2
+    assert re.fullmatch(rf"foogd: .* needs images with domains; sites has none: {re.escape(FORGOTTEN)}\n", complaint)
+    assert not Path("x").exists()
+
+
+def test_every_command_that_splits_images_notices_forgotten_sites(own, foogd):
+    settings = MINE.replace('"folder"', '""').replace('"by_domain"', '"dirichlet"').replace("rounds = 2", "rounds = 1")
+    Path("wrong.toml").write_text(settings.replace("clients = 0", "clients = 2"))
+    Path("two.toml").write_text('title = "two"\nbase = "wrong.toml"\n[grid]\nout = [["strange"], ["sites"]]\n')
+    once = f"foogd: {FORGOTTEN}\n"
+    demo = ("demo", "--preset", "wrong.toml", "--methods", "fedavg", "--seeds", "2", "--workers", "1", "--out", "demo")
+    code, _, complaint = foogd(*demo)
+    assert (code, complaint) == (0, once)
+    code, _, complaint = foogd("flower", "split", "wrong.toml", "--clients", "2", "--out", "shards")
+    assert (code, complaint) == (0, once)
+    code, _, complaint = foogd("sweep", "two.toml", "--workers", "1", "--out", "sweep")
+    assert (code, complaint.count("foogd: "), complaint.count("is read with its folders as classes")) == (0, 1, 1)
+
+
+def test_folders_of_an_out_set_may_look_like_sites(own, foogd):
+    code, _, complaint = foogd("run", "my.toml", "--set", 'out=["sites"]', "--out", "x")
+    assert (code, complaint) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("files", "shared"),
+    [
+        ("east/cat east/dog west/cat west/dog", "cat, dog"),
+        ("east/cat east/dog west/cat west/dog none/.cat", "cat, dog"),  # what is hidden is no image
+        ("cat/images dog/images cat/none/.cat dog/none/.dog", ""),
+        ("east/cat west/cat west/dog north/dog north/eel", "cat, dog"),  # no site has every class
+        ("0/0 0/1 1/0 1/1", "0, 1"),
+        ("a/1 a/2 a/3 a/4 a/5 a/6 a/7 b/1 b/2 b/3 b/4 b/5 b/6 b/7", "1, 2, 3, 4, 5 and 2 more"),
+        ("east/cat/deep west/cat/deep west/dog", "cat"),
+        ("cat/. dog/.", ""),
+        ("cat/young cat/. dog/young dog/.", ""),  # a class with images and with folders
+        ("cat/young dog/. dog/young cat/old dog/old", ""),
+        ("pets/cat pets/dog wild/lion wild/wolf", ""),  # classes of classes
+        ("pets/cat pets/dog pets/other wild/lion wild/wolf wild/other", ""),
+        ("cat/images dog/images eel/images", ""),
+        ("cat/train cat/test dog/train dog/test", ""),
+        ("cat/Train cat/val dog/Train dog/val", ""),
+        ("train/cat train/dog test/cat test/dog", ""),
+        ("Train/cat Train/dog valid/cat valid/dog", ""),
+        ("east/cat east/dog", ""),
+    ],
+)
+def test_what_looks_like_sites(tmp_path, files, shared):
+    for number, place in enumerate(files.split()):
+        picture(tmp_path / "mine" / place / f"{number}.png", number)
+    note = load_source(f"{tmp_path / 'mine'}@4", tmp_path).note
+    uppers = sorted({place.split("/")[0] for place in files.split()} - {"none"})
+    told = [(", ".join(uppers), shared)] if shared else []
+    assert re.findall(r"as classes \((.*)\), but .* the same names \((.*)\): if", note) == told
+
+
+def test_data_sets_of_the_literature_do_not_look_like_sites(tmp_path):
+    make_stand_ins(tmp_path, ["pacs", "tinyimagenet", "textures"], train=400, test=40, out=8)
+    assert [load_source(name, tmp_path).note for name in ("pacs", "tinyimagenet", "textures")] == ["", "", ""]
+    assert load_source(str(tmp_path / "tinyimagenet" / "train"), tmp_path).note == ""
+    assert "dog, elephant" in load_source(str(tmp_path / "pacs"), tmp_path).note  # a path like any
+    assert load_source(str(tmp_path / "pacs"), tmp_path, sites="folder").note == ""

@@ -29,7 +29,7 @@ from rich.table import Table as RichTable
 
 from .cli_data import data_app, decode
 from .cli_flower import flower_app
-from .cli_parts import SHOWN, Set, console, make_app, open_or_create, rich_table, say, whole_number
+from .cli_parts import SHOWN, Set, console, make_app, open_or_create, remark, rich_table, say, whole_number
 from .cli_report import add_report_commands
 from .cli_study import add_study_commands
 from .data.federation import client_labels
@@ -82,9 +82,9 @@ def run(
     overrides |= {key: value for key, value in named.items() if value is not None}
     config, built = resolve(read_preset(preset), overrides)
     folder = out or Path("runs") / f"{config.method.replace('/', '_')}-{config.seed}"
-    if not folder.exists():
-        decode(config)
+    note = "" if folder.exists() else decode(config)
     this = open_or_create(folder, config, built) if resume else Run.create(folder, config, built)
+    remark(note)
     if config.on_bad == "skip" and this.federation.skipped:
         console.print(escape(skipped_sentence(this.federation.skipped)), highlight=False)
     with progress_bar() as progress:
@@ -133,7 +133,10 @@ def demo(
             overrides = {**parse_assignments(settings or []), "method": name, "seed": number}
             found[out / f"{name.replace('/', '_')}-{number}"] = resolve(read_preset(preset), overrides)
     # All settings are read before the first folder is made.
+    new = [config for folder, (config, _) in found.items() if not folder.exists()]
+    note = decode(new[0]) if new else ""  # all runs have the same data
     runs = {folder: open_or_create(folder, *both) for folder, both in found.items()}
+    remark(note)
     # The longest first, so that no core waits at the end.
     order = sorted((f for f in runs if not runs[f].is_finished()), key=lambda folder: -cost(runs[folder]))
     with progress_bar() as progress:

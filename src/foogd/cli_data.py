@@ -187,8 +187,12 @@ def compare(name: str, store: ImageStore, facts: Facts) -> None:
         raise InputError(f"{name} has the label {first} at its first image; {facts.first_label} is known")
 
 
-def decode(config: Config) -> None:
-    """Decode what a run needs and the cache does not have yet, with progress; afterwards it opens at once."""
+def decode(config: Config) -> str:
+    """Decode what a run needs and the cache does not have yet, with progress; afterwards it opens at once.
+
+    Returned is the note about the IN data: what people should know of how it was read, or nothing.
+    """
+    note = ""
     with bars(MofNCompleteColumn()) as progress:
         start = reporter(progress)
 
@@ -202,10 +206,13 @@ def decode(config: Config) -> None:
 
             return step
 
-        for spec, sites in ((config.data, config.sites), *((name, "") for name in config.out)):
+        sources = ((config.data, config.sites), *((name, "") for name in config.out))
+        for number, (spec, sites) in enumerate(sources):
             if ".py:" not in spec:  # a user's function makes its own images, and is asked once only
                 on_bad: OnBad = "skip" if config.on_bad == "skip" else "error"
-                load_source(spec, Path(config.data_root), sites=sites, on_bad=on_bad, progress=shown(spec))
+                found = load_source(spec, Path(config.data_root), sites=sites, on_bad=on_bad, progress=shown(spec))
+                note = found.note if number == 0 else note  # classes of OUT do not matter
+    return note
 
 
 def bars(column: Any) -> RichProgress:

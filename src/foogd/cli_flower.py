@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .cli_parts import Set, make_app, say, whole_number
+from .cli_data import decode
+from .cli_parts import Set, make_app, remark, say, whole_number
 from .errors import InputError
 from .flower.options import Options, read_options
 from .flower.processes import (
@@ -118,6 +119,7 @@ def split(
     need_folder(out)
     for place in write_shards(config, out):
         say(str(place))
+    remark(decode(config))
 
 
 @flower_app.command()

@@ -59,6 +59,12 @@ def say(text: str) -> None:
     console.print(escape(text), highlight=False, soft_wrap=True)
 
 
+def remark(*notes: str) -> None:
+    """Sentences that a run goes on after, each once, where no table or pipe swallows them."""
+    for note in dict.fromkeys(filter(None, notes)):
+        print(f"foogd: {note}", file=sys.stderr)
+
+
 def whole_number(option: str, text: str, least: int) -> int:
     """The number that an option gives; typer's own message would not say what was found."""
     if not (text.isdecimal() and text.isascii()) or int(text) < least:

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from .cli_data import decode
-from .cli_parts import SHOWN, Set, console, open_or_create, rich_table, say, whole_number
+from .cli_parts import SHOWN, Set, console, open_or_create, remark, rich_table, say, whole_number
 from .compare import compare_runs
 from .config import Config
 from .errors import InputError
@@ -105,9 +105,12 @@ def sweep(
             try_out(this, Path(trial), configs)
     this = with_data(this, place, configs)
     found = resolve_all(this, place)
-    for config in {(c.data, c.out, c.data_root): c for c, _ in found.values()}.values():
+    notes = [
         decode(config)
+        for config in {(c.data, c.sites, c.out, c.data_root): c for c, _ in found.values()}.values()
+    ]
     check_runs(this, found)
+    remark(*notes)
     for sentence in this.warnings:
         console.print(escape(sentence), style="bold red", highlight=False)
     failures = train_sweep(this, folder, found, side_by_side, tracker)

@@ -430,6 +430,7 @@ class Run:
             "",
             *([leaks_sentence(leaks), ""] if (leaks := read_leaks(self.folder)) else ()),
             *([skipped_sentence(self.federation.skipped), ""] if self.federation.skipped else ()),
+            *([note, ""] if (note := self.federation.train.note) else ()),
             *(line for sentence in notes for line in (sentence, "")),
             *([f"{aside} training images were set aside to find thresholds.", ""] if aside else ()),
             *(line for sentence in self.unranked(report.rows) for line in (sentence, "")),

@@ -263,12 +263,16 @@ def fit_to(store: ImageStore, shape: tuple[int, int, int]) -> ImageStore:
 def _without_domain(source: ImageStore, name: str) -> tuple[ImageStore, ImageStore]:
     """The store without one of its domains, and that domain alone."""
     if source.domains is None:
-        raise InputError(f"leave_out = {name!r} needs images with domains; {source.name or 'this data set'} has none.")
+        raise InputError(f"leave_out = {name!r} needs images with domains; {_has_no_domains(source)}")
     names = source.domain_names or tuple(str(number) for number in range(int(source.domains.max()) + 1))
     if name not in names:
         raise InputError(f"leave_out = {name!r} is not a domain of {source.name}; it has {', '.join(names)}.")
     left = source.domains == names.index(name)
     return source.select(~left), replace(source.select(left), test=None)
+
+
+def _has_no_domains(store: ImageStore) -> str:
+    return f"{store.name or 'this data set'} has none" + (f": {store.note}" if store.note else ".")
 
 
 def _domain_name(store: ImageStore, domain: int) -> str:
@@ -318,7 +322,7 @@ def _partition(
         own = pathological(train.labels, clients=clients, classes_per_client=classes_per_client, seed=seed)
     elif kind == "by_domain":
         if train.domains is None or test.domains is None:
-            raise InputError("partition 'by_domain' needs images with domains; this data set has none.")
+            raise InputError(f"partition 'by_domain' needs images with domains; {_has_no_domains(train)}")
         found, tested = torch.unique(train.domains).tolist(), torch.unique(test.domains).tolist()
         if found != tested:
             lacking = [f"{_domain_name(train, d)} has no test images" for d in found if d not in tested]

@@ -11,7 +11,7 @@ import csv
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -373,6 +373,34 @@ def read_tree(
     return _read_files(folder, files, classes, test, size, on_bad, progress, skipped)
 
 
+def sites_taken_for_classes(folder: Path) -> str:
+    """A sentence where the folders that `read_tree` takes for classes look like sites; else nothing.
+
+    Sites hold the same classes, or nearly: at least half of the folders in them have a name that occurs in another one.
+    """
+    uppers = [path for path in _subfolders(folder) if _holds_images(path)]
+    # Beside images of its own, a folder in a class is a part of that class; below train, classes are looked for.
+    if _images_in(folder) or any(_images_in(path) or path.name.lower() == "train" for path in uppers):
+        return ""
+    inner = Counter(sub.name for upper in uppers for sub in _subfolders(upper) if _holds_images(sub))
+    for name in [name for name in inner if name.lower() in ("train", *_HELD_OUT)]:
+        del inner[name]  # parts of a data set, which nobody means as classes
+    shared = sorted(name for name, count in inner.items() if count > 1)
+    # One name everywhere is no choice of classes: TinyImageNet has CLASS/images.
+    if len(inner) < 2 or 2 * sum(inner[name] for name in shared) < inner.total():
+        return ""
+    sentence = (
+        f"{folder} is read with its folders as classes ({_first_few([path.name for path in uppers])}), but several of "
+        f'them hold folders of the same names ({_first_few(shared)}): if they are sites, set sites = "folder".'
+    )
+    return " ".join(sentence.split())
+
+
+def _first_few(names: Sequence[str], most: int = 5) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def read_flat(
     folder: Path,
     *,
@@ -543,11 +571,17 @@ def _images_in(folder: Path) -> list[Path]:
 
 def images_below(folder: Path) -> list[Path]:
     """All images below a folder in the order of their names, without hidden files and folders."""
-    found = []
+    return sorted(_walk_images(folder))
+
+
+def _holds_images(folder: Path) -> bool:
+    return next(_walk_images(folder), None) is not None  # the first one is enough
+
+
+def _walk_images(folder: Path) -> Iterator[Path]:
     for place, inside, names in os.walk(folder):
         inside[:] = [name for name in inside if not name.startswith(".")]
-        found += [Path(place, name) for name in names if _is_image(name)]
-    return sorted(found)
+        yield from (Path(place, name) for name in names if _is_image(name))
 
 
 def _is_image(name: str) -> bool:

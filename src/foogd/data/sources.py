@@ -14,7 +14,17 @@ from ..plugins import load_object
 from .cache import cached
 from .catalogue import CATALOGUE, Entry, Layout, locate
 from .federation import fit_to
-from .readers import OnBad, Progress, named, read_npz, read_sites, read_table, read_tree, split_size
+from .readers import (
+    OnBad,
+    Progress,
+    named,
+    read_npz,
+    read_sites,
+    read_table,
+    read_tree,
+    sites_taken_for_classes,
+    split_size,
+)
 from .standins import marked
 from .store import ImageStore
 
@@ -154,7 +164,10 @@ def _load_path(
     place = path.resolve()
     parts = (place,) if path.suffix != ".csv" else (place, place.parent)  # the images that a table names lie below it
     options = {"kind": "path", "size": size, "on_bad": on_bad, "sites": sites}
-    return cached(root, place.stem, parts, options, read)
+    store = cached(root, place.stem, parts, options, read)
+    # Not by the reader: what older versions have cached must be told too.
+    note = sites_taken_for_classes(path) if reader is read_tree else ""
+    return replace(store, note=note) if note else store
 
 
 def _embedded(name: str) -> ImageStore:

@@ -29,7 +29,7 @@ class ImageStore:
     """Images with labels; `domains` numbers where each image comes from, `test` marks the held-out ones.
 
     `domain_names` names the domains: styles, hospitals, cameras. `skipped` counts images of the source that could not
-    be read and are not here.
+    be read and are not here. `note` is a sentence for people, where what was read may not be what they meant.
 
     Every array may also be given as numpy, and grey images as N×H×W.
     """
@@ -42,6 +42,7 @@ class ImageStore:
     test: Bool[Tensor, " n"] | None = field(default=None, repr=False)
     domain_names: tuple[str, ...] = ()
     skipped: int = 0
+    note: str = ""
 
     def __post_init__(self) -> None:
         images = _tensor(self.images, "images")
