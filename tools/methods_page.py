@@ -62,10 +62,10 @@ WHICH = """
   `score_near` and `knn` keep all features of the client.
 
 Where that does not hold: on PACS, where the net knows few training images by heart (98 % right, 60 % in the test), the
-score and all distances are behind `energy` and `dice`; on features that a strong extra loss has shaped (profile `paper`,
-FedATOL) `energy` is ahead of the span; on SVHN alone `ash` is ahead by up to two points on some models. `score_norm`, the
-paper's own, finds near OUT and is behind on far OUT; with `score_net=span` it is the other way round. All of ours
-reject more of IN-C than `energy` does.
+score and all distances are behind `energy` and `dice`; on features that a strong extra loss has shaped (profile
+`paper`, FedATOL) `energy` is ahead of the span; on SVHN alone `ash` is ahead by up to two points on some models.
+`score_norm`, the paper's own, finds near OUT and is behind on far OUT; with `score_net=span` it is the other way round.
+All of ours reject more of IN-C than `energy` does.
 """
 COLUMNS = (
     "method", "what it adds", "what travels", "down", "up", "once", "stays on the client", "extra passes", "on Flower",

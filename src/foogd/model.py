@@ -49,8 +49,8 @@ KEYS = {
     "file": "a text",
     "sha256": "a text",
 }
-# The detector that a verdict rests on, where nobody chooses one. None that knows one client's images alone: to those the
-# classes of others are OUT (docs/research.md, section 20).
+# The detector that a verdict rests on, where nobody chooses one. None that knows one client's images alone: those take
+# classes that only others have for OUT (docs/research.md, section 20).
 PREFERRED = ("score_span_all", "score_norm", "energy", "msp")
 
 
