@@ -38,7 +38,8 @@ def test_a_preset_names_what_decides_a_result(preset):
 
 @pytest.mark.parametrize("preset", PAPER)
 def test_the_papers_detectors_and_ours_are_asked(preset):
-    assert read_preset(preset)["detectors"] == ["msp", "energy", "score_norm", "score_energy", "score_near"]
+    papers, ours = ["msp", "energy", "score_norm"], ["score_energy", "score_near", "span_own", "score_span"]
+    assert read_preset(preset)["detectors"] == [*papers, *ours, "score_span_all"]
 
 
 @pytest.mark.parametrize("preset", PAPER)
