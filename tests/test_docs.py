@@ -148,6 +148,23 @@ def test_a_repeated_run_pauses_where_the_time_is_over_and_ends_with_the_same_row
     assert read_rows(tmp_path / "new" / "one") == read_rows(first.folder)
     assert read_json(tmp_path / "new" / "one" / "environment.json")["commit"] == "0123"
 
+    other = ["--set", "rounds=1", "--set", 'detectors=["energy"]', "--suffix", "other"]
+    monkeypatch.setattr(sys, "argv", [*words, *other])
+    with pytest.raises(SystemExit):
+        again.main()
+    assert capsys.readouterr().out.endswith("one-other: finished\n")
+    rows = read_rows(tmp_path / "new" / "one-other")
+    assert {row.round for row in rows} == {1}
+    assert {row.detector for row in rows} - {None} == {"energy"}
+    for wrong in (["--set", "rounds=1"], ["--set", "rounds"]):
+        monkeypatch.setattr(sys, "argv", [*words, *wrong])
+        with pytest.raises(SystemExit) as ended:
+            again.main()
+        assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "--set makes other runs: give them another name with --suffix" in said
+    assert "'rounds' is no KEY=VALUE" in said
+
     unknown = tmp_path / "unknown"
     unknown.mkdir()
     (unknown / "config.toml").write_text((first.folder / "config.toml").read_text() + "lambda_x = 1\n")

@@ -6,7 +6,9 @@ Each argument is a folder with a config.toml that names every setting, as run fo
 run folder has its name. What does not fit into the seconds stays as it is after a whole round, or before its last
 evaluation, and the same command goes on with it. Needs torch, numpy, Pillow, safetensors and matplotlib alone, so it
 runs where the command line of the package does not. `--commit` says what the files are of, where they lie in no
-repository.
+repository. With other settings a run gets another name:
+
+python tools/repeat_runs.py docs/results/fedavg-5.0-s21 --set seed=24 --suffix s24 --out runs
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ import argparse
 import sys
 import time
 import tomllib
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 
@@ -24,14 +28,25 @@ from foogd import Config, InputError, runs
 from foogd.methods import make_method
 
 
-def open_run(place: Path, root: str, out: Path) -> runs.Run:
+def assigned(text: str) -> tuple[str, Any]:
+    """A setting and its value, in TOML or a plain word."""
+    key, sign, value = text.partition("=")
+    if not key or not sign:
+        raise argparse.ArgumentTypeError(f"{text!r} is no KEY=VALUE")
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, value
+
+
+def open_run(place: Path, root: str, out: Path, changed: Mapping[str, Any] | None = None, suffix: str = "") -> runs.Run:
     """The run of this configuration below `out`, new or as far as it is."""
-    settings = tomllib.loads((place / "config.toml").read_text()) | {"data_root": root}
+    settings = tomllib.loads((place / "config.toml").read_text()) | {"data_root": root, **(changed or {})}
     known = {item.name for item in fields(Config)}
     values = {key: tuple(v) if isinstance(v, list) else v for key, v in settings.items()}
     config = Config(**{key: value for key, value in values.items() if key in known})
     own = {key: value for key, value in values.items() if key not in known}  # a name that nobody knows is refused
-    method, folder = make_method(config.method, own), out / place.name
+    method, folder = make_method(config.method, own), out / (f"{place.name}-{suffix}" if suffix else place.name)
     return runs.Run(folder, config, method) if folder.exists() else runs.Run.create(folder, config, method)
 
 
@@ -63,7 +78,11 @@ def main() -> None:
     words.add_argument("--seconds", type=float, default=float("inf"), help="how long the machine is lent")
     words.add_argument("--evaluation", type=float, default=60, help="seconds that a last evaluation may take")
     words.add_argument("--commit", help="of these files, where they lie in no repository")
+    words.add_argument("--set", type=assigned, action="append", default=[], metavar="KEY=VALUE", dest="changed")
+    words.add_argument("--suffix", default="", help="what follows the names of the folders, where settings are changed")
     args = words.parse_args()
+    if args.changed and not args.suffix:
+        words.error("--set makes other runs: give them another name with --suffix")
     for place in args.configurations:
         if not (place / "config.toml").is_file():
             words.error(f"{place} has no config.toml")
@@ -72,13 +91,14 @@ def main() -> None:
     end, failed = time.monotonic() + args.seconds, False
     for place in args.configurations:
         try:
-            run = open_run(place, args.root, args.out)
+            run = open_run(place, args.root, args.out, dict(args.changed), args.suffix)
             finished = goes_on(run, end - time.monotonic(), args.evaluation)
         except InputError as error:  # one that diverges does not stop the others
             print(f"{place.name}: {error}", flush=True)
             failed = True
             continue
-        print(f"{place.name}: {'finished' if finished else f'waits after round {run.finished_rounds()}'}", flush=True)
+        name = run.folder.name
+        print(f"{name}: {'finished' if finished else f'waits after round {run.finished_rounds()}'}", flush=True)
         if not finished:
             break
     sys.exit(1 if failed else 0)
