@@ -113,6 +113,10 @@ def test_the_overview_sets_the_best_of_the_others_beside_ours(tmp_path, monkeypa
     best = max(others, key=others.get)
     assert cells[8] == f"{others[best]:.1f} ({best})"
 
+    copied(page, "fedavg+foogd-5.0-s21", tmp_path / "fedavg+foogd-5.0-s21-cnn", backbone='"cnn"')
+    line = page.overview_table().splitlines()[-1]
+    assert [cell.strip() for cell in line.split("|")[2:6]] == ["fedavg+foogd, small CNN", "1", "–", "–"]  # no base yet
+
 
 def test_kept_runs_can_be_repeated():
     """Their configurations name every setting of today, so a default that changes does not change them."""

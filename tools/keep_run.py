@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import sys
 from pathlib import Path
 
@@ -19,8 +20,10 @@ def main(folders: list[str]) -> None:
     for name in folders:
         folder = Path(name)
         place = Path(__file__).parent.parent / "docs" / "results" / folder.name
-        for file in ("config.toml", "environment.json"):
-            write_atomic(place / file, (folder / file).read_bytes())
+        # Where the data lay is of one machine, and no setting of the run.
+        config = re.sub(r"(?m)^data_root = .*$", 'data_root = "data"', (folder / "config.toml").read_text())
+        write_atomic(place / "config.toml", config.encode())
+        write_atomic(place / "environment.json", (folder / "environment.json").read_bytes())
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(KEPT)

@@ -37,6 +37,7 @@ CHOSEN_BY = "LSUN-like resize"  # settings were chosen by this set, so no mean c
 # What follows the seed in the name of a whole run, in words.
 KINDS = {
     "first": "first settings", "second": "second settings", "again": "again", "score-net-span": "score_net=span",
+    "cnn": "small CNN",
 }  # fmt: skip
 OURS = ("score_norm", "score_energy", "score_own", "score_near", "span", "span_own", "score_span", "score_span_all")
 
@@ -201,7 +202,8 @@ def overview_table() -> str:
             plain_name, foogd, kind = method.partition("+foogd")
             if not foogd or kind.endswith(" settings"):
                 continue
-            base = found.get((plain_name, split_by, rounds))
+            bases = [found.get((name, split_by, rounds), []) for name in (plain_name + kind, plain_name)]
+            base = next((b for b in bases if b and b[0].settings["backbone"] == runs[0].settings["backbone"]), None)
             known = means(runs)
             best = best_other(known)
             before = ["–", "–"]
