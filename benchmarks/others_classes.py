@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 import foogd
 from foogd.metrics import threshold_at_tpr
 from foogd.report import NAMES, Table
-from foogd.runs import make_federation, source_commit
+from foogd.runs import FLOWER, make_federation, source_commit
 from foogd.settings import read_run_config
 
 OTHERS = "classes of others"
@@ -33,6 +33,8 @@ OTHERS = "classes of others"
 
 def study(folder: Path, data_root: str | None) -> dict[str, dict[str, float]]:
     """By detector: the share rejected of the classes of others and of each OUT set."""
+    if not (folder / "model").is_dir() or (folder / FLOWER).is_file():
+        raise SystemExit(f"{folder} is no simulated run with a model/: give folders of finished runs.")
     config, _ = read_run_config(folder / "config.toml")
     config = replace(config, corruptions=(), data_root=data_root or config.data_root)
     federation, model = make_federation(config), foogd.load(folder)
@@ -70,6 +72,8 @@ def main() -> None:
     args = words.parse_args()
     found = [study(folder, args.data_root) for folder in args.runs]
     names = [name for name in found[0] if all(name in one for one in found)]
+    if len({tuple(one[name]) for one in found for name in names}) > 1:
+        raise SystemExit("the runs have other OUT sets: give runs that were tested on the same ones.")
     columns = list(found[0][names[0]])
     lines = [
         (NAMES.get(name, name), *(f"{mean(one[name][c] for one in found):.1f}" for c in columns)) for name in names

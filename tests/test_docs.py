@@ -160,14 +160,18 @@ def test_a_repeated_run_pauses_where_the_time_is_over_and_ends_with_the_same_row
     rows = read_rows(tmp_path / "new" / "one-other")
     assert {row.round for row in rows} == {1}
     assert {row.detector for row in rows} - {None} == {"energy"}
-    for wrong in (["--set", "rounds=1"], ["--set", "rounds"]):
+    mixed = ["--set", "rounds=2", "--set", 'detectors=["energy"]', "--suffix", "other"]
+    wrongs = (["--set", "rounds=1"], ["--set", "rounds"], ["--suffix", "../other"], mixed)
+    for wrong in wrongs:
         monkeypatch.setattr(sys, "argv", [*words, *wrong])
         with pytest.raises(SystemExit) as ended:
             again.main()
-        assert ended.value.code == 2
-    said = capsys.readouterr().err
+        assert ended.value.code == (1 if wrong is mixed else 2)
+    said = "".join(capsys.readouterr())
     assert "--set makes other runs: give them another name with --suffix" in said
     assert "'rounds' is no KEY=VALUE" in said
+    assert "--suffix '../other' is not allowed" in said
+    assert "holds a run with another configuration: rounds is 1 there and 2 here" in said
 
     unknown = tmp_path / "unknown"
     unknown.mkdir()

@@ -25,7 +25,7 @@ from foogd.settings import read_run_config
 SETTINGS = (
     "rounds=1", "clients=3", "corruptions=[]", "calibration=0.1", "participation=1.0", "severities=[1]", "min_size=20"
 )  # fmt: skip
-SAVED = ("msp", "energy", "score_norm", "knn", "mahalanobis", "vim", "score_span", "score_span_all")
+SAVED = ("msp", "energy", "score_norm", "knn", "mahalanobis", "vim", "span", "score_span", "score_span_all")
 
 
 def start(folder, method, *more):
@@ -134,11 +134,11 @@ def test_one_call_is_the_verdict_of_equation_9(trained):
 @pytest.mark.parametrize("client", [None, 1])
 def test_a_verdict_rests_on_what_everyone_has_unless_one_chooses(trained, client):
     model, image = foogd.load(trained), federation_of(trained).tests[0].store.images[:1]
-    usable = list(SAVED)
-    for wanted in ("score_span_all", "score_norm", "energy", "msp"):
-        model._names = usable
-        assert model.predict(image, client=client).detector == wanted
-        usable = [name for name in usable if name != wanted]
+    for wanted in ("score_span_all", "score_norm", "span", "energy", "msp"):
+        found = model.predict(image, client=client)
+        assert found.detector == wanted
+        assert found.threshold == model.threshold(wanted, client=client)
+        del model._of[client].detectors[wanted]  # as if the run had not named it
 
 
 def test_images_come_as_arrays_tensors_and_files_of_any_size(trained, tmp_path):

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 
 from foogd import Config, InputError, runs
 from foogd.methods import make_method
+from foogd.methods.base import Method
 
 
 def assigned(text: str) -> tuple[str, Any]:
@@ -39,15 +40,24 @@ def assigned(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def open_run(place: Path, root: str, out: Path, changed: Mapping[str, Any] | None = None, suffix: str = "") -> runs.Run:
-    """The run of this configuration below `out`, new or as far as it is."""
-    settings = tomllib.loads((place / "config.toml").read_text()) | {"data_root": root, **(changed or {})}
+def configured(place: Path, changed: Mapping[str, Any]) -> tuple[Config, Method]:
+    """The settings of a folder, some of them changed."""
+    settings = tomllib.loads((place / "config.toml").read_text()) | dict(changed)
     known = {item.name for item in fields(Config)}
     values = {key: tuple(v) if isinstance(v, list) else v for key, v in settings.items()}
     config = Config(**{key: value for key, value in values.items() if key in known})
     own = {key: value for key, value in values.items() if key not in known}  # a name that nobody knows is refused
-    method, folder = make_method(config.method, own), out / (f"{place.name}-{suffix}" if suffix else place.name)
-    return runs.Run(folder, config, method) if folder.exists() else runs.Run.create(folder, config, method)
+    return config, make_method(config.method, own)
+
+
+def open_run(place: Path, root: str, out: Path, changed: Mapping[str, Any] | None = None, suffix: str = "") -> runs.Run:
+    """The run of this configuration below `out`, new or as far as it is."""
+    config, method = configured(place, {"data_root": root, **(changed or {})})
+    folder = out / (f"{place.name}-{suffix}" if suffix else place.name)
+    if not folder.exists():
+        return runs.Run.create(folder, config, method)
+    runs.Run(folder, *configured(folder, {})).same_as(config, method)
+    return runs.Run(folder, config, method)
 
 
 def goes_on(run: runs.Run, left: float, evaluation: float) -> bool:
@@ -83,6 +93,8 @@ def main() -> None:
     args = words.parse_args()
     if args.changed and not args.suffix:
         words.error("--set makes other runs: give them another name with --suffix")
+    if Path(args.suffix).name != args.suffix:
+        words.error(f"--suffix {args.suffix!r} is not allowed: it is part of a folder's name, without a slash")
     for place in args.configurations:
         if not (place / "config.toml").is_file():
             words.error(f"{place} has no config.toml")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self, TypeVar, final
@@ -521,7 +521,6 @@ class _ScoreSpanned(Detector, ABC):
     to the span that it is measured by: of few images each is within the span of all.
     """
 
-    name: ClassVar[str]
     paper: ClassVar[str] = "ours"
     passes: ClassVar[int] = 2  # the second tells the means
     needs_score: ClassVar[bool] = True
@@ -549,6 +548,11 @@ class _ScoreSpanned(Detector, ABC):
         weights = [float(n / size) if float(size) > 0 else 0.0 for size in (norm, share)]
         return replace(self, of_score=weights[0], of_span=weights[1])
 
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What people call it."""
+
     def _norms(self, z: Tensor, readout: Readout | None) -> Tensor:
         if readout is None or readout.score is None:
             raise InputError(f"{self.name} needs a score network, but the model has none.")
@@ -571,7 +575,7 @@ class ScoreSpan(_ScoreSpanned):
     """
 
     description: ClassVar[str] = "norm of the score network's output, and span_own"
-    name: ClassVar[str] = "score_span"
+    name = "score_span"
     local: ClassVar[bool] = True
 
 
@@ -585,7 +589,7 @@ class ScoreSpanAll(_ScoreSpanned):
     """
 
     description: ClassVar[str] = "norm of the score network's output, and span"
-    name: ClassVar[str] = "score_span_all"
+    name = "score_span_all"
 
 
 def _span_sums(z: Tensor) -> dict[str, Tensor]:

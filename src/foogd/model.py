@@ -49,9 +49,10 @@ KEYS = {
     "file": "a text",
     "sha256": "a text",
 }
-# The detector that a verdict rests on, where nobody chooses one. None that knows one client's images alone: those take
-# classes that only others have for OUT (docs/research.md, section 20).
-PREFERRED = ("score_span_all", "score_norm", "energy", "msp")
+# The detector that a verdict rests on, where nobody chooses one: first those that know what everyone has. Detectors of
+# one client's images take classes that only others have for OUT, and so do logits of private heads (docs/research.md,
+# section 20).
+PREFERRED = ("score_span_all", "score_norm", "span", "energy", "msp")
 
 
 @final

@@ -254,7 +254,7 @@ class Grid:
                 "published": "" if cell.published is None else cell.published.mean,
                 "published_deviation": "" if cell.published is None else _or_empty(cell.published.deviation),
                 "difference": "" if cell.difference is None else round(cell.difference, 4),
-                "departs": "; ".join(line.marks) if cell.published is not None or line.unfinished else "",
+                "departs": "; ".join(line.marks) if cell.published or line.unfinished or line.withheld else "",
             }
             for line in self.lines
             for column, cell in zip(self.columns, line.cells, strict=True)
