@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -133,6 +134,10 @@ def test_a_repeated_run_pauses_where_the_time_is_over_and_ends_with_the_same_row
     )  # fmt: skip
     first = Run.create(tmp_path / "kept" / "one", config, FOOGD(lambda_a=0.0, score_width=16))
     assert [result.round for result in first.train()] == [1, 2, 3]
+    keep = tool("keep_run")
+    keep.RESULTS = tmp_path / "results"
+    keep.main([str(Run.create(tmp_path / "elsewhere", replace(config, data_root="/a/place"), first.method).folder)])
+    assert 'data_root = "data"' in (keep.RESULTS / "elsewhere" / "config.toml").read_text()  # no place of one machine
     again = tool("repeat_runs")
     monkeypatch.setattr(again.runs, "source_commit", again.runs.source_commit)  # as it was, after the test
     words = ["repeat_runs.py", str(first.folder), "--out", str(tmp_path / "new"), "--commit", "0123"]

@@ -804,8 +804,9 @@ def test_a_run_on_flower_has_no_published_number_and_says_why(tmp_path):
     assert f"† fedavg: {why}" in section(html_report(collection, maps=0), "results")
     assert f"† fedavg: {why}" in markdown_report(collection)
     assert why in latex_report(collection)
-    lines = csv.DictReader(io.StringIO(csv_report(collection)))
+    lines = list(csv.DictReader(io.StringIO(csv_report(collection))))
     assert {line["setting"] for line in lines if line["published"]} == {"simulated"}
+    assert {line["setting"] for line in lines if "of the nodes" in line["departs"]} == {"on Flower"}
     alone = html_report(collect([tmp_path / "nodes"]), maps=0)
     assert 'class="pub"' not in alone
     assert why in alone

@@ -16,10 +16,13 @@ from foogd.runs import read_rounds, read_rows, write_atomic
 KEPT = ("round", "scope", "dataset", "split", "corruption", "severity", "detector", "metric", "value", "weight")
 
 
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
+
+
 def main(folders: list[str]) -> None:
     for name in folders:
         folder = Path(name)
-        place = Path(__file__).parent.parent / "docs" / "results" / folder.name
+        place = RESULTS / folder.name
         # Where the data lay is of one machine, and no setting of the run.
         config = re.sub(r"(?m)^data_root = .*$", 'data_root = "data"', (folder / "config.toml").read_text())
         write_atomic(place / "config.toml", config.encode())
