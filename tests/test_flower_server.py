@@ -139,6 +139,17 @@ def test_the_run_folder_has_the_files_of_a_simulated_run():
         Run.open(Path("flower"), lambda path: resolve(parse_toml(path.read_bytes(), "c"), {})).evaluate()
 
 
+def test_verdicts_rest_on_what_all_nodes_have_as_in_the_simulator():
+    named = {"calibration": 0.1, "method": "fedrod+foogd"}
+    on_flower(make_nodes("shards"), detectors="score_norm,score_span,score_span_all", **named)
+    simulated(detectors=["score_norm", "score_span", "score_span_all"], **named)
+    images = torch.randint(0, 256, (5, 16, 16, 1), dtype=torch.uint8)
+    mine, theirs = load("flower").predict(images), load("simulated").predict(images)
+    assert mine.detector == theirs.detector == "score_span_all"
+    assert mine.threshold == theirs.threshold
+    assert torch.equal(mine.score, theirs.score)
+
+
 def test_a_report_tells_a_run_on_flower_from_its_twin_in_the_simulator():
     on_flower(make_nodes("shards"), method="fedavg", detectors="msp", data="tiny.py:inside")
     simulated(method="fedavg", detectors=["msp"])
