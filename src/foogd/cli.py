@@ -44,7 +44,8 @@ from .metrics import needed_for_tpr
 from .model import as_images, load
 from .plugins import lacks_memory
 from .report import Report
-from .runs import Run, environment, read_rows, skipped_sentence, write_atomic
+from .retest import check_tests, retest
+from .runs import CONFIG, Run, environment, read_rows, skipped_sentence, write_atomic
 from .settings import parse_assignments, read_preset, read_run_config, resolve
 from .simulate import RoundResult
 from .study import Evaluating, Progressed, train_all
@@ -100,14 +101,45 @@ def run(
 def evaluate(
     run_dir: Annotated[Path, typer.Argument(help="A run folder.")],
     detector: Annotated[list[str] | None, typer.Option(help="A name, or file.py:fn; may be repeated.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Other tests, as in out=svhn; needs --out; may be repeated."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Run folder for the other tests.")] = None,
 ) -> None:
-    """Evaluate a trained run again, with other detectors too. Example: foogd evaluate runs/a --detector ash"""
+    """Evaluate a trained run again, with other detectors too. Example: foogd evaluate runs/a --detector ash
+
+    With --out the same model is tested on other images, in a run folder of its own: foogd evaluate runs/a --set
+    'corruptions=["fog","snow"]' --out runs/a-weather
+    """
     this = Run.open(run_dir, read_run_config)
+    if out is not None or settings:
+        retest_in(this, out, parse_assignments(settings or []), detector or [])
+        return
     with progress_bar() as progress:
         rows = this.evaluate(detector or (), EvaluationProgress(progress, this))
     show(Report.of(rows))
     for sentence in this.unranked(rows, detector or ()):
         say(sentence)
+
+
+def retest_in(this: Run, out: Path | None, changed: dict[str, Any], detectors: list[str]) -> None:
+    """Test the model of a run on something else, in a folder of its own."""
+    if out is None:
+        raise InputError("--set needs --out: a run keeps its own tests, and others get a folder of their own")
+    changed |= {"detectors": detectors} if detectors else {}
+    if not changed:
+        raise InputError("--out needs --set or --detector: say what the model is to be tested on, or by what")
+    check_tests(changed)
+    config, _ = resolve(read_preset(str(this.folder / CONFIG)), changed)
+    other = retest(this, out, config)
+    with progress_bar() as progress:
+        train(other, progress)
+    report = Report.of(read_rows(out)).last_round()
+    show(report)
+    for sentence in other.unranked(report.rows):
+        say(sentence)
+    console.print(f"Run folder: {escape(str(out))}", highlight=False)
 
 
 @app.command()

@@ -66,6 +66,8 @@ SPLIT = (
     "data", "data_root", "sites", "on_bad", "test_share", "leave_out", "clients", "partition", "alpha",
     "classes_per_client", "min_size", "seed", "calibration",
 )  # fmt: skip
+# Files of a user on which the weights of a run depend.
+CODE = ("method", "data", "backbone")
 Load = Callable[[str, str], ImageStore]
 
 
@@ -139,10 +141,10 @@ class Run:
             raise InputError(f"{self.folder} was trained on Flower: its data is on the nodes, and cannot be read here")
         found = make_federation(self.config)
         if (self.folder / PARTITION).is_file():
-            self._check_images(found)
+            self.check_images(found)
         return found
 
-    def _check_images(self, found: Federation) -> None:
+    def check_images(self, found: Federation) -> None:
         """Complain where images have changed since the run began: test images might be some that it trained on."""
         before, now = read_json(self.folder / PARTITION), image_hashes(found)
         kept = before.get("test_hashes", {})
@@ -177,7 +179,7 @@ class Run:
         if not self.finished_rounds():
             write_environment(self.folder, about, now)
             return
-        for use in ("method", "data", "backbone"):
+        for use in CODE:
             kept = before.get(use)
             digest = kept.get("sha256") if isinstance(kept, dict) else None
             if use in now and digest and digest != now[use]["sha256"]:
