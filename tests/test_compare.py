@@ -303,6 +303,9 @@ def test_what_differs_is_listed_and_what_is_left_out_is_noted(runs):
         ("other", [], ["not comparable", "synthetic", "other"]),
         ("alike", [], ["not comparable", "different images"]),
         ("bare", [], ["foogd evaluate"]),
+        ("half", [], ["half has no answers about single images: it is at round 0 of 1", "foogd run", "--resume"]),
+        ("broken", [], ["environment.json is damaged: versions is of the type list"]),
+        ("namesakes", [], ["namesakes has two test sets called 'synthetic'"]),
         ("nodes", [], ["trained on Flower", "stay on the nodes"]),
         ("seed", ["--detector", "score_norm"], ["'score_norm'", "msp"]),
         ("seed", ["--detector", ":msp"], ["':msp'"]),
@@ -316,9 +319,19 @@ def test_what_differs_is_listed_and_what_is_left_out_is_noted(runs):
     ],
 )
 def test_what_cannot_be_compared_is_said_in_one_sentence(runs, other, options, words, monkeypatch, capsys):
-    if other in ("bare", "nodes") and not (runs / other).exists():
+    if other in ("bare", "nodes", "half", "broken", "namesakes") and not (runs / other).exists():
         shutil.copytree(runs / "avg", runs / other)
-        (runs / other / "samples.safetensors").unlink()
+        if other != "broken":
+            (runs / other / "samples.safetensors").unlink()
+    if other == "half":
+        (runs / other / "rounds.jsonl").unlink()
+    if other == "broken":
+        (runs / other / "environment.json").write_text('{"versions": [1]}')
+    if other == "namesakes":  # as earlier versions wrote them
+        found = read_samples(runs / "avg")
+        (clean,) = found.of("in")
+        twice = replace(found, sets=tuple(replace(one, key=clean.key) for one in found.sets))
+        monkeypatch.setattr("foogd.compare.read_samples", lambda folder: twice if folder.name == other else found)
     if other == "nodes":
         (runs / other / "flower.json").write_text("{}")
     monkeypatch.setattr(sys, "argv", ["foogd", "compare", str(runs / "avg"), str(runs / other), *options])

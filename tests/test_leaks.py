@@ -11,7 +11,7 @@ from foogd.data.federation import TestSet
 from foogd.data.leaks import count_leaks
 from foogd.engine.eager import EagerEngine, fits
 from foogd.figures import partition_figure
-from foogd.runs import leaks_sentence, read_leaks, write_partition
+from foogd.runs import image_hashes, leaks_sentence, read_leaks, write_partition
 
 
 @pytest.fixture
@@ -31,6 +31,16 @@ def test_a_domain_left_out_is_trained_on_by_nobody_and_tested_as_in_c(store):
     assert (unseen.split, unseen.name, len(unseen.store)) == ("in-c", "lab", 80)
     assert set(unseen.store.domains.tolist()) == {1}
     assert all(len(indices) == 80 for indices in unseen.indices)
+
+
+def test_an_out_set_with_the_name_of_the_in_data_gets_another_and_its_leaks_are_counted_apart(store):
+    out = ImageStore(torch.full((5, 16, 16, 3), 255, dtype=torch.uint8), torch.zeros(5).long(), name="sites")
+    copied = replace(store, images=store.images[:1].expand_as(store.images), test=torch.arange(240) % 2 == 1)
+    federation = Federation.build(copied, outs=[out], clients=2, seed=0)
+    keys = [test.key for test in federation.tests]
+    assert keys == ["sites", "sites (OUT)"]
+    assert count_leaks(federation) == {"sites": 120, "sites (OUT)": 0}
+    assert len(image_hashes(federation)) == 3
 
 
 @pytest.mark.parametrize(("name", "word"), [("moon", "ward, lab, field"), ("1", "ward, lab, field")])

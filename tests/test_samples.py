@@ -44,6 +44,18 @@ def federation():
     return tiny_federation(per_client=40)
 
 
+def test_an_unseen_domain_stands_beside_in_only_where_one_model_has_scored_both(tmp_path, config, federation):
+    unseen = replace(federation.tests[-1], name="far", split="in-c", corruption="domain far", unseen=True)
+    federation = replace(federation, tests=(*federation.tests, unseen))
+    known = [test.key for test in federation.tests if test.split == "in-c" and not test.unseen]
+    shared = written(tmp_path, evaluated(config, FedAvg(), federation))
+    assert [one.key for one in shared.shifted()] == [*known, unseen.key]
+    assert [one.key for one in replace(shared, sets=shared.sets[:1] + shared.sets[-1:]).shifted()] == []  # who knows
+    private = written(tmp_path, evaluated(config, FedRoD(), federation))
+    assert [one.key for one in private.shifted()] == known
+    assert [one.key for one in private.of("in-c")] == [*known, unseen.key]
+
+
 @pytest.mark.parametrize("method", [FOOGD(FedAvg()), FOOGD(FedRoD())], ids=["shared", "private"])
 def test_the_samples_give_the_numbers_of_the_rows(tmp_path, config, federation, method):
     found = evaluated(config, method, federation)

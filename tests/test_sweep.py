@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
+from foogd.data.store import ImageStore
 from foogd.detect import DETECTORS
 from foogd.errors import InputError
 from foogd.evaluate import Row
@@ -350,6 +352,31 @@ def test_a_run_that_fails_is_named_at_the_end_with_exit_code_1_and_the_others_ar
     assert "failed: fedavg: " in printed
 
 
+def test_what_starts_from_a_failed_run_is_not_trained_however_far_away_and_a_list_of_failures_does_not_stay(foogd):
+    chain = [("last", "middle"), ("middle", "first"), ("first", "")]  # each is listed before the one it starts from
+    variants = "".join(
+        f'[[variants]]\nname = "{name}"\nmethod = "fedavg"\nlr = 0.0{number + 1}\n' + f'start = "{start}"\n' * bool(start)
+        for number, (name, start) in enumerate(chain)
+    )
+    Path("other.toml").write_text(f'base = "preset.toml"\n{variants}')
+    words = ("sweep", "other.toml", "--out", "o", "--workers", "1")
+    assert foogd(*words)[0] == 0
+    for name in ("last", "middle"):
+        shutil.rmtree(f"o/runs/{name}")
+    whole = Path("o/runs/first/config.toml").read_text()
+    Path("o/runs/first/config.toml").write_text("rounds = 3")
+    code, printed, _ = foogd(*words)
+    assert code == 1
+    assert "failed: middle: it starts from first, which failed" in printed
+    assert "failed: last: it starts from middle, which failed" in printed
+    assert not Path("o/runs/last").exists()
+    Path("o/runs/first/config.toml").write_text(whole)
+    assert foogd(*words)[0] == 0
+    Path("o/failures.txt").write_text("of a run that was finished by hand since")
+    assert foogd(*words)[0] == 0
+    assert not Path("o/failures.txt").exists()
+
+
 def test_another_spelling_of_the_folder_is_the_same_sweep_and_another_setting_stops_before_the_tables(foogd, here):
     words = ("sweep", "sweep.toml", "--workers", "1", "--set", "alpha=0.5", "--set", "seed=0")
     assert foogd(*words, "--out", "o")[0] == 0
@@ -419,6 +446,21 @@ def test_a_sample_is_taken_again_only_for_the_same_folder_of_data(here):
     # Embedded data are the same everywhere.
     for root in ("one", "two"):
         with_its_data(plan("y", {"base": "demo"}, "tiny", {"data_root": root}), Path("p"))
+
+
+def test_samples_leave_out_what_cannot_be_read_where_the_runs_do(here):
+    for name in "ab":
+        folder = here / "photos" / name
+        folder.mkdir(parents=True)
+        for number in range(8):
+            Image.new("L", (8, 8), 30 * number).save(folder / f"{number}.png")
+    (here / "photos" / "a" / "bad.png").write_text("no image")
+    content = {"base": "preset.toml", "set": {"data": "photos", "out": []}}
+    with pytest.raises(InputError, match=r"bad\.png cannot be read"):
+        with_its_data(plan("x", content, "tiny"), Path("o"))
+    content["set"]["on_bad"] = "skip"
+    found = with_its_data(plan("x", content, "tiny"), Path("p"))
+    assert len(ImageStore.load(Path(found.points[0].settings["data"]))) == 16
 
 
 def test_the_warnings_stand_above_the_tables():

@@ -242,14 +242,18 @@ def train_sweep(
             run.same_as(*found[place])  # else another sweep was asked for: the runs and tables here stay as they are
         if not done:
             left.append(Job(place, None if point.start is None else runs / point.start))
-    for job in left:
-        if job.after is not None and job.after.name in failures:
-            failures[job.folder.name] = f"it starts from {job.after.name}, which failed"
-    left = [job for job in left if job.folder.name not in failures]
+    while True:  # also what starts from one that starts from a failed one, in whatever order they are listed
+        lost = {job.folder.name: job.after.name for job in left if job.after is not None and job.after.name in failures}
+        if not lost:
+            break
+        failures |= {name: f"it starts from {start}, which failed" for name, start in lost.items()}
+        left = [job for job in left if job.folder.name not in lost]
     # Runs that others wait for go first, then the longest, so that no core waits at the end.
     awaited = {job.after for job in left}
     left.sort(key=lambda job: (job.folder not in awaited, -found[job.folder][1].effort))
     if not left:
+        if not failures:
+            (folder / FAILURES).unlink(missing_ok=True)
         return failures
 
     def prepare(place: Path) -> None:

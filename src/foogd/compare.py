@@ -20,7 +20,7 @@ from .config import Config
 from .engine.rng import derive_seed
 from .errors import InputError
 from .report import Table, detector_name
-from .runs import CONFIG, ENVIRONMENT, FLOWER, PARTITION, need_run, read_json
+from .runs import CONFIG, ENVIRONMENT, FLOWER, PARTITION, need_run, read_json, read_rounds
 from .samples import Samples, SampleSet, read_samples
 from .settings import parse_toml
 
@@ -130,13 +130,14 @@ def compare_runs(
             if name not in names:
                 held = ", ".join(names) or "none"
                 raise InputError(f"{folder} has no scores of detector {name!r}: it has those of {held}")
+    environments = _environment(a), _environment(b)
     tell("Resampling the test images ...")
     results = compare_samples(
         *samples, pairs=pairs, scope=scope, resamples=resamples, seed=seed, same_shift=_same_shift(first, second)
     )
     return Comparison(
         settings=_differing(first, second),
-        environment=_differing(_environment(a), _environment(b)),
+        environment=_differing(*environments),
         results=tuple(results),
         notes=tuple(notes),
         scope=scope,
@@ -199,8 +200,20 @@ def _samples(folder: Path) -> Samples:
             "cannot be compared image by image; foogd report shows it beside other runs"
         )
     if found is None:
-        raise InputError(f"{folder} has no answers about single images: make them with foogd evaluate {folder}")
+        raise InputError(f"{folder} has no answers about single images: {_how_to_answer(folder)}")
+    keys = [one.key for one in found.sets]
+    twice = [key for key in keys if keys.count(key) > 1]
+    if twice:  # earlier versions let an OUT set have the name of the IN data
+        raise InputError(f"{folder} has two test sets called {twice[0]!r}, which cannot be told apart: train it again")
     return found
+
+
+def _how_to_answer(folder: Path) -> str:
+    """What makes the answers that a run lacks: they are kept after the last round."""
+    done, wanted = len(read_rounds(folder)), _settings(folder)["rounds"]
+    if isinstance(wanted, int) and done < wanted:
+        return f"it is at round {done} of {wanted}, finish it with foogd run {folder / CONFIG} --out {folder} --resume"
+    return f"make them with foogd evaluate {folder}"
 
 
 def _usable(samples: Samples) -> list[str]:
@@ -217,6 +230,8 @@ def _environment(folder: Path) -> dict[str, Any]:
     about = read_json(path) if path.is_file() else {}
     flat = {key: value for key, value in about.items() if not isinstance(value, Mapping)}
     versions = about.get("versions", {})
+    if not isinstance(versions, Mapping):
+        raise InputError(f"{path} is damaged: versions is of the type {type(versions).__name__}")
     return flat | {f"version of {name}": value for name, value in versions.items()}
 
 

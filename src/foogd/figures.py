@@ -347,8 +347,8 @@ def _scores(label: str, record: Record) -> tuple[str, dict[str, np.ndarray]] | N
     if samples is None or detector is None:
         return None
     sets: dict[str, np.ndarray] = {}
-    for name, split in (("IN", "in"), ("IN-C", "in-c")):
-        parts = [one.pooled(detector).double().numpy() for one in samples.of(split)]
+    for name, found in (("IN", samples.of("in")), ("IN-C", samples.shifted())):
+        parts = [one.pooled(detector).double().numpy() for one in found]
         if parts:
             sets[name] = np.concatenate(parts)
     sets |= {one.name: one.pooled(detector).double().numpy() for one in samples.of("out")}

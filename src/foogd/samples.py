@@ -85,6 +85,16 @@ class Samples:
         """The sets of a split: in, in-c or out."""
         return [one for one in self.sets if one.split == split]
 
+    def shifted(self) -> list[SampleSet]:
+        """The IN-C sets whose scores have one scale with those of IN.
+
+        An unseen domain is scored by the model without a private part. Where clients have models of their own, and so
+        say different things about OUT, that is another model.
+        """
+        outs = self.of("out")
+        shared = bool(outs) and all(one.predictions.dim() == 1 for one in outs)
+        return [one for one in self.of("in-c") if shared or not one.unseen]
+
     def detectors(self) -> list[str]:
         """The detectors that scored every set."""
         names = list(dict.fromkeys(name for one in self.sets for name in one.scores))

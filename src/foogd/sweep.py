@@ -31,7 +31,7 @@ from typing import Any, final
 
 from .config import Config
 from .data.catalogue import CATALOGUE, locate
-from .data.readers import split_size
+from .data.readers import OnBad, split_size
 from .data.sources import load_source
 from .data.standins import make_stand_ins, sample, stand_ins
 from .errors import InputError
@@ -345,6 +345,7 @@ def with_data(plan: Plan, out: Path, configs: Sequence[Config]) -> Plan:
     inside = {(config.data, config.sites) for config in configs}
     specs = {*inside, *((name, "") for config in configs for name in config.out)}
     real_root = Path(configs[0].data_root)
+    on_bad: OnBad = "skip" if all(config.on_bad == "skip" for config in configs) else "error"
     taken: dict[str, str] = {}
     missing: list[str] = []
     for spec, sites in sorted(specs):
@@ -358,7 +359,7 @@ def with_data(plan: Plan, out: Path, configs: Sequence[Config]) -> Plan:
         if path.is_file():
             _check_origin(path, root)
         else:
-            store = load_source(plan.find(spec), real_root, sites=sites)
+            store = load_source(plan.find(spec), real_root, sites=sites, on_bad=on_bad)
             numbers = (how.train, how.test) if (spec, sites) in inside else (how.out, how.out)
             # Before the sample: one that is there has an origin.
             write_atomic(path.with_suffix(ORIGIN), json.dumps({"data_root": root}).encode())

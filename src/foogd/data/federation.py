@@ -164,7 +164,7 @@ class Federation:
                     test, own_test, corruptions=corruptions, severities=severities, seed=seed, constants=constants
                 ),
                 *unseen,
-                *out_tests(outs, source.shape, clients=len(own)),
+                *out_tests(outs, source.shape, clients=len(own), taken=test.name or "in"),
             ),
             mean=mean,
             std=usable_deviation(std),
@@ -227,11 +227,14 @@ def in_tests(
     return tuple(sets)
 
 
-def out_tests(outs: Sequence[ImageStore], shape: tuple[int, int, int], *, clients: int) -> tuple[TestSet, ...]:
-    """OUT sets in the shape of the IN images; every client sees all of each."""
+def out_tests(
+    outs: Sequence[ImageStore], shape: tuple[int, int, int], *, clients: int, taken: str = ""
+) -> tuple[TestSet, ...]:
+    """OUT sets in the shape of the IN images; every client sees all of each. One whose name is `taken` gets another."""
     sets: list[TestSet] = []
     for number, out in enumerate(outs):
-        store = fit_to(replace(out, name=out.name or f"out{number}"), shape)
+        name = out.name or f"out{number}"
+        store = fit_to(replace(out, name=f"{name} (OUT)" if name == taken else name), shape)
         if store.name in {t.name for t in sets}:
             raise InputError(f"two OUT sets are called {store.name!r}; each needs a name of its own.")
         everything = torch.arange(len(store), device=store.images.device)

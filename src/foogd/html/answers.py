@@ -10,7 +10,7 @@ from ..metrics import auroc, fpr_at_tpr, threshold_at_tpr
 from ..projection import feature_map
 from ..records import Collection, Group, Record, Scene
 from ..report import detector_name, paper_detector
-from ..samples import Samples
+from ..samples import Samples, SampleSet
 from .blocks import NOTHING, by_scene, charts, figure, fine, kind_legend, kinds_of, lead, switch
 from .charts import histogram, map_chart, roc_chart, roc_points
 from .markup import Html, h, join
@@ -80,13 +80,13 @@ def _cards(
 
 def _card(label: str, seed: int, samples: Samples, name: str, kinds: dict[str, str]) -> Html:
     """Numbers in words, the histogram and the ROC of one method with one detector."""
-    inside, shifted = (_pooled(samples, split, name) for split in ("in", "in-c"))
+    inside, shifted = (_pooled(sets, name) for sets in (samples.of("in"), samples.shifted()))
     outside = {one.name: one.pooled(name).double().numpy() for one in samples.of("out")}
     if not len(inside) or not all(np.isfinite(part).all() for part in (inside, shifted, *outside.values())):
         return NOTHING
     spread = [
         ("IN", "in", inside),
-        ("IN-C", "inc", shifted),
+        *([("IN-C", "inc", shifted)] if len(shifted) else []),
         *((out, kinds[out], part) for out, part in outside.items()),
     ]
     tau = threshold_at_tpr(inside)
@@ -108,8 +108,8 @@ def _card(label: str, seed: int, samples: Samples, name: str, kinds: dict[str, s
     return h("div", facts, h("figure", histogram(title, spread, tau)), h("figure", roc) if roc else None, class_="card")
 
 
-def _pooled(samples: Samples, split: str, name: str) -> np.ndarray:
-    parts = [one.pooled(name).double().numpy() for one in samples.of(split)]
+def _pooled(sets: Sequence[SampleSet], name: str) -> np.ndarray:
+    parts = [one.pooled(name).double().numpy() for one in sets]
     return np.concatenate(parts) if parts else np.zeros(0)
 
 
