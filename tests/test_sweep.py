@@ -355,8 +355,8 @@ def test_a_run_that_fails_is_named_at_the_end_with_exit_code_1_and_the_others_ar
 def test_what_starts_from_a_failed_run_is_not_trained_however_far_away_and_a_list_of_failures_does_not_stay(foogd):
     chain = [("last", "middle"), ("middle", "first"), ("first", "")]  # each is listed before the one it starts from
     variants = "".join(
-        f'[[variants]]\nname = "{name}"\nmethod = "fedavg"\nlr = 0.0{number + 1}\n' + f'start = "{start}"\n' * bool(start)
-        for number, (name, start) in enumerate(chain)
+        f'[[variants]]\nname = "{name}"\nmethod = "fedavg"\nlr = {rate}\n' + (f'start = "{start}"\n' if start else "")
+        for rate, (name, start) in zip((0.01, 0.02, 0.03), chain, strict=True)
     )
     Path("other.toml").write_text(f'base = "preset.toml"\n{variants}')
     words = ("sweep", "other.toml", "--out", "o", "--workers", "1")
