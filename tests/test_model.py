@@ -235,7 +235,7 @@ def test_wrong_questions_are_answered_in_one_sentence(trained, tmp_path):
         model.predict(image, detector="react")
     with pytest.raises(InputError, match=r"'react' is not possible as client 1: .*--detector react adds it.*knn"):
         model.predict(image, detector="react", client=1)
-    with pytest.raises(InputError, match=r"'nothing' is not possible .*: no detector has this name here; .*msp"):
+    with pytest.raises(InputError, match=r"has no detector 'nothing'; possible are msp"):
         model.predict(image, detector="nothing")
     with pytest.raises(InputError, match=r"'knn' is not possible without a client: .* client from 0 to 2; .* msp"):
         model.predict(image, detector="knn")
@@ -402,7 +402,7 @@ def test_the_command_prints_a_table_json_and_csv(trained, tmp_path, foogd_comman
         (("--tpr", "1.5"), "--tpr '1.5' is not allowed"),
         (("--format", "xml"), "table, json or csv"),
         (("--client", "x"), "--client 'x' is not allowed"),
-        (("--detector", "nothing"), "detector 'nothing' is not possible"),
+        (("--detector", "nothing"), "has no detector 'nothing'"),
     ):
         code, _, err = foogd_command("predict", trained, folder / "0.png", *words)
         assert code == 2

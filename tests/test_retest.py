@@ -133,7 +133,7 @@ def test_only_a_finished_run_whose_images_and_code_are_the_same(run, foogd):
     text = Path("a/config.toml").read_text()
     Path("a/config.toml").write_text(text.replace("rounds = 2", "rounds = 3"))
     code, _, err = foogd("evaluate", "a", "--set", "severities=2", "--out", "c")
-    assert (code, "a has 2 of 3 rounds: train it to its end" in err) == (2, True)
+    assert (code, "a has 2 of 3 rounds: finish it with foogd run a/config.toml --out a --resume" in err) == (2, True)
     Path("a/config.toml").write_text(text)
     state = json.loads(Path("b/checkpoint/state.json").read_text())
     Path("b/checkpoint/state.json").write_text(json.dumps(state | {"sha256": "0" * 64}))

@@ -80,7 +80,7 @@ def test_a_table_names_files_labels_splits_and_sites(sites):
         ("file,label,split\nb/cat/0.png,cat,dev\n", "", "'dev' in line 2"),
         ("file,label\nb/cat/9.png,cat\n", "", "9.png"),
         ("", "", "no column 'file'"),
-        ("file,label\n", "", "no images"),
+        ("file,label\n", "", "no line below its columns"),
     ],
 )
 def test_a_bad_table_is_one_sentence(sites, text, site, word):

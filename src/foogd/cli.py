@@ -92,7 +92,7 @@ def run(
         train(this, progress, tracker)
     report = Report.of(read_rows(folder)).last_round()
     show(report)
-    for sentence in this.unranked(report.rows):
+    for sentence in (*this.leaked(), *this.left_out(), *this.unranked(report.rows)):
         say(sentence)
     console.print(f"Run folder: {escape(str(folder))}", highlight=False)
 
@@ -121,6 +121,8 @@ def evaluate(
     show(Report.of(rows))
     for sentence in this.unranked(rows, detector or ()):
         say(sentence)
+    if (done := this.finished_rounds()) < this.config.rounds:
+        say(f"{run_dir} is not finished: these are the numbers of round {done} of {this.config.rounds}.")
 
 
 def retest_in(this: Run, out: Path | None, changed: dict[str, Any], detectors: list[str]) -> None:
@@ -137,7 +139,7 @@ def retest_in(this: Run, out: Path | None, changed: dict[str, Any], detectors: l
         train(other, progress)
     report = Report.of(read_rows(out)).last_round()
     show(report)
-    for sentence in other.unranked(report.rows):
+    for sentence in (*other.leaked(), *other.left_out(), *other.unranked(report.rows)):
         say(sentence)
     console.print(f"Run folder: {escape(str(out))}", highlight=False)
 

@@ -161,6 +161,8 @@ def compare(
     """What differs between two runs, image by image. Example: foogd compare runs/a runs/b --detector msp:score_norm"""
     if out is not None:
         need_file(out)
+        if out.suffix not in (".md", ".txt"):
+            raise InputError(f"--out {str(out)!r} is not possible: the tables are Markdown, so use .md or .txt")
     found = compare_runs(
         run_a,
         run_b,

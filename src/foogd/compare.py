@@ -20,13 +20,13 @@ from .config import Config
 from .engine.rng import derive_seed
 from .errors import InputError
 from .report import Table, detector_name
-from .runs import CONFIG, ENVIRONMENT, FLOWER, PARTITION, need_run, read_json, read_rounds
+from .runs import CONFIG, ENVIRONMENT, FLOWER, PARTITION, need_run, read_json, read_rounds, resume_command
 from .samples import Samples, SampleSet, read_samples
 from .settings import parse_toml
 
 Key = tuple[str, str, str, str]  # metric, split, data set, detector ("" where there is none)
 TPR = (19, 20)  # 0.95, in whole numbers
-USUAL = ("msp", "energy", "score_norm")
+USUAL = ("msp", "energy", "score_norm", "score_span_all")
 _CELLS = 1_000_000  # weights in memory at a time
 _TITLES = {
     "accuracy": "accuracy",
@@ -125,6 +125,8 @@ def compare_runs(
     usual = [name for name in both if name in USUAL] or both
     asked = list(detectors) if detectors is not None else [(name, name) for name in usual]
     pairs = [detector_pair(one, *known) if isinstance(one, str) else one for one in asked]
+    if detectors is None and len(usual) < len(both):
+        notes.append(f"not shown: {', '.join(name for name in both if name not in usual)} (--detector NAME shows one)")
     for pair in pairs:
         for folder, names, name in zip((a, b), known, pair, strict=True):
             if name not in names:
@@ -212,7 +214,7 @@ def _how_to_answer(folder: Path) -> str:
     """What makes the answers that a run lacks: they are kept after the last round."""
     done, wanted = len(read_rounds(folder)), _settings(folder)["rounds"]
     if isinstance(wanted, int) and done < wanted:
-        return f"it is at round {done} of {wanted}, finish it with foogd run {folder / CONFIG} --out {folder} --resume"
+        return f"it is at round {done} of {wanted}, finish it with {resume_command(folder)}"
     return f"make them with foogd evaluate {folder}"
 
 

@@ -291,8 +291,10 @@ class Model:
         if not isinstance(detector, str):
             raise InputError(f"detector is {detector!r}: a name is needed, one of {', '.join(self._names)}")
         if detector not in usable:
-            why = self._why_not(detector, client)
             left = f"possible are {', '.join(usable)}" if usable else "no other is possible either"
+            if detector not in self._names and detector not in DETECTORS and detector not in self._broken:
+                raise InputError(f"{self.folder} has no detector {detector!r}; {left}")
+            why = self._why_not(detector, client).rstrip(".")
             raise InputError(f"detector {detector!r} is not possible {whose}: {why}; {left}")
         return detector
 
@@ -317,7 +319,7 @@ class Model:
         with contextlib.suppress(InputError):  # of a damaged file nothing is known
             if any(row.detector == detector for row in read_rows(self.folder)):
                 return f"it was evaluated, but the model was saved without it; {cure}"
-        return f"the model was saved without it; {cure}" if known is not None else "no detector has this name here"
+        return f"the model was saved without it; {cure}"
 
     def _aside(self, detector: str, client: int | None) -> tuple[Tensor | None, int | None]:
         """The scores of the images that a threshold rests on, and the client that they are of; None: of all."""
@@ -488,7 +490,9 @@ def read_about(folder: Path) -> tuple[dict[str, Any], bytes]:
     """The description and the file of a run's model, whose checksum must be right."""
     path = folder / MODEL / ABOUT
     if not path.is_file():
-        raise InputError(f"{folder} has no model yet: finish the run with foogd run --resume")
+        from .runs import resume_command
+
+        raise InputError(f"{folder} has no model yet: finish the run with {resume_command(folder)}")
     while True:
         about = _read_description(path)
         try:

@@ -23,6 +23,7 @@ from .runs import (
     read_checkpoint_state,
     read_json,
     read_rounds,
+    resume_command,
     source_commit,
 )
 from .settings import read_run_config
@@ -72,7 +73,7 @@ def _check_source(run: Run) -> None:
         raise InputError(f"{run.folder} was trained on Flower: its data is on the nodes, and cannot be read here")
     done, wanted = run.finished_rounds(), run.config.rounds
     if done != wanted:
-        raise InputError(f"{run.folder} has {done} of {wanted} rounds: train it to its end with foogd run --resume")
+        raise InputError(f"{run.folder} has {done} of {wanted} rounds: finish it with {resume_command(run.folder)}")
     load_checkpoint(run.folder)  # a damaged one is not handed on
     read_rounds(run.folder)
 

@@ -49,6 +49,7 @@ from .plugins import blamed, is_plugin, plugin_file
 from .report import Report, Table
 from .samples import SAMPLES, pack_samples, read_samples
 from .simulate import RoundResult, RunState, initial_state, restore_state, simulate, state_tensors, surveyed
+from .types import Readout
 
 CONFIG, ENVIRONMENT = "config.toml", "environment.json"
 ROUNDS, ROWS, SUMMARY = "rounds.jsonl", "rows.jsonl", "summary.md"
@@ -93,7 +94,7 @@ class Run:
         """
         need_folder(folder)
         if folder.exists():
-            raise InputError(f"{folder} exists already: continue it with --resume, or choose another --out")
+            raise InputError(f"{folder} exists already: choose another --out, or go on with {resume_command(folder)}")
         run = cls(folder, config, method)
         if files is None:
             run.check()
@@ -132,7 +133,7 @@ class Run:
             if key not in WHERE and not _same_setting(key, mine.get(key), other.get(key)):
                 raise InputError(
                     f"{self.folder} holds a run with another configuration: {key} is {mine.get(key)!r} there and "
-                    f"{other.get(key)!r} here; choose another --out"
+                    f"{other.get(key)!r} here; choose another --out, or go on with {resume_command(self.folder)}"
                 )
 
     @cached_property
@@ -215,6 +216,9 @@ class Run:
     def check_nets(self, federation: Federation) -> None:
         """The part of `check` after the data."""
         engine = EagerEngine(self.method, federation, self.config)
+        readout = self.method.readout(engine.nets())
+        if self.detectors and not any(detector.applies(readout) for detector in self.detectors.values()):
+            raise InputError(f"detectors = {list(self.detectors)} are not possible: {self._lacking(readout)}")
         make_fold(self.config, self.method, engine.layout)
         state = self._start(engine) if self.config.init else None
         if is_plugin(split_name(self.config.method)[0]):  # a method of yours may break the contract
@@ -385,7 +389,7 @@ class Run:
         """Evaluate the last checkpoint with these detectors, or with those of the run that the method can serve."""
         chosen = {name: resolve_detector(name) for name in detectors} or self.detectors
         if not self.finished_rounds():
-            raise InputError(f"{self.folder} has no finished round yet: train it with foogd run --resume")
+            raise InputError(f"{self.folder} has no finished round yet: train it with {resume_command(self.folder)}")
         with blamed(*self.specs(), *detectors):
             state = self.state()
             lines = self.lines(state.server.round)
@@ -400,6 +404,23 @@ class Run:
         if (self.folder / SUMMARY).is_file():  # else training is not over, and the summary will be its last step
             self.write_summary(read_rows(self.folder), lines)
         return found
+
+    def _lacking(self, readout: Readout) -> str:
+        """What a method does not have that some of the run's detectors ask for."""
+        scores = any(d.needs_score for d in self.detectors.values() if not d.applies(readout))
+        part = "score network" if scores and readout.score is None else "part that they ask for"
+        return f"method {self.config.method} has no {part}"
+
+    def left_out(self) -> list[str]:
+        """A sentence where the method cannot serve some of the run's detectors."""
+        readout = self.method.readout(self.engine.nets())
+        names = [name for name, detector in self.detectors.items() if not detector.applies(readout)]
+        return [f"Detectors left out: {', '.join(names)} ({self._lacking(readout)})."] if names else []
+
+    def leaked(self) -> list[str]:
+        """A sentence where training images are in a test set."""
+        leaks = read_leaks(self.folder)
+        return [leaks_sentence(leaks)] if any(leaks.values()) else []
 
     def unranked(self, rows: Sequence[Row], names: Sequence[str] = ()) -> list[str]:
         """A sentence for each of these detectors, or of the run's, that can be served but gave NaN somewhere."""
@@ -435,7 +456,7 @@ class Run:
             *([note, ""] if (note := self.federation.train.note) else ()),
             *(line for sentence in notes for line in (sentence, "")),
             *([f"{aside} training images were set aside to find thresholds.", ""] if aside else ()),
-            *(line for sentence in self.unranked(report.rows) for line in (sentence, "")),
+            *(line for sentence in (*self.left_out(), *self.unranked(report.rows)) for line in (sentence, "")),
             *_section("Results", report.headline()),
             *_section("Joint view", report.joint()),
             *(_section("Thresholds", thresholds) if (thresholds := report.thresholds()).rows else ()),
@@ -464,6 +485,11 @@ def need_run(folder: Path) -> None:
         raise InputError(f"{folder} is not a run folder: {found}")
     if not (folder / CONFIG).is_file():
         raise InputError(f"{folder} is not a run folder: it has no {CONFIG}")
+
+
+def resume_command(folder: Path) -> str:
+    """What goes on with a run by its own settings, whatever it was started with."""
+    return f"foogd run {folder / CONFIG} --out {folder} --resume"
 
 
 def need_folder(place: Path, option: str = "--out") -> None:

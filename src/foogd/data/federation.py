@@ -139,6 +139,13 @@ class Federation:
         possible with `min_size=0`. All images of the domain `leave_out` are kept from training and form one more IN-C
         set, which every client sees whole. A share `calibration` of each client's training images is set aside.
         """
+        found = torch.unique(source.labels).tolist()
+        if len(found) < 2:
+            names = [source.classes[label] if source.classes else str(label) for label in found]
+            raise InputError(
+                f"{source.name or 'the IN data'} has images of one class ({', '.join(names)}); at least two are "
+                "needed, as FOLDER/CLASS/image or in a column label."
+            )
         unseen: tuple[TestSet, ...] = ()
         if leave_out:
             source, left = _without_domain(source, leave_out)

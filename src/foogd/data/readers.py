@@ -522,6 +522,8 @@ def read_table(
     for column in ("file", "label", *([site] if site else [])):
         if column not in columns:
             raise InputError(f"{path} has no column {column!r}; it has {', '.join(columns) or 'none'}.")
+    if not rows:
+        raise InputError(f"{path} has no line below its columns; each image needs one.")
     for number, row in enumerate(rows, start=2):
         lacking = [column for column in columns if row[column] is None or (column != "split" and not row[column])]
         if lacking or None in row:

@@ -63,11 +63,13 @@ def load_source(
     if entry is not None and (not rest or entry.role == "in-c"):
         return load_entry(entry, root, size=size, part=_part(spec, rest), on_bad=on_bad, progress=progress)
     for path, px in ((Path(spec), None), (Path(text), size)):
-        if path.is_dir() or (path.is_file() and path.suffix in (".npz", ".csv")):
+        if path.is_dir() or (path.is_file() and path.suffix.lower() in (".npz", ".csv")):
             return _load_path(path, root, sites, px, on_bad, progress)
     if ":" not in spec:
         after = spec.rpartition("@")[2] if "@" in spec else ""
-        what = f"after @ a number of pixels is needed, not {after!r}" if after and size is None else "nothing is there"
+        what = "it is a file of another kind" if Path(spec).is_file() else f"nothing is there, seen from {Path.cwd()}"
+        if after and size is None:
+            what = f"after @ a number of pixels is needed, not {after!r}"
         raise InputError(
             f"unknown data set {spec!r}; known are {', '.join(SOURCES)}, a folder of images, an .npz or "
             f".csv file, or file.py:function; as a path, {what}."
@@ -150,7 +152,7 @@ def _load_path(
         if sites not in ("", "folder"):
             raise InputError(f"sites = {sites!r} names a column, but {path} is a folder; 'folder' is possible.")
         reader = read_sites if sites else read_tree
-    elif path.suffix == ".csv":
+    elif path.suffix.lower() == ".csv":
         reader = partial(read_table, site=sites)
     elif sites:
         raise InputError(f"sites = {sites!r} is not possible for {path}: an .npz has its sites in the array domains.")
@@ -162,12 +164,24 @@ def _load_path(
         return store if store.name else replace(store, name=path.stem)
 
     place = path.resolve()
-    parts = (place,) if path.suffix != ".csv" else (place, place.parent)  # the images that a table names lie below it
+    # The images that a table names lie below it.
+    parts = (place, place.parent) if path.suffix.lower() == ".csv" else (place,)
     options = {"kind": "path", "size": size, "on_bad": on_bad, "sites": sites}
     store = cached(root, place.stem, parts, options, read)
     # Not by the reader: what older versions have cached must be told too.
     note = sites_taken_for_classes(path) if reader is read_tree else ""
+    notes = [note, _empty_folders(path, store)] if path.is_dir() else []
+    note = " ".join(filter(None, notes))
     return replace(store, note=note) if note else store
+
+
+def _empty_folders(path: Path, store: ImageStore) -> str:
+    """A sentence where folders of classes or sites hold no image; else nothing."""
+    lacking = []
+    for names, numbers in ((store.classes, store.labels), (store.domain_names, store.domains)):
+        found = set() if numbers is None else set(numbers.tolist())
+        lacking += [name for number, name in enumerate(names) if number not in found]
+    return f"{path} has no images in {', '.join(lacking)}." if lacking else ""
 
 
 def _embedded(name: str) -> ImageStore:
