@@ -116,7 +116,7 @@ def test_the_case_of_a_suffix_does_not_matter(foogd):
     lines = [f"photos/{name}/{number}.png,{name}" for name in ("cat", "dog") for number in range(12)]
     Path("TABLE.CSV").write_text("file,label\n" + "\n".join(lines))
     assert run(foogd, "--set", "data=TABLE.CSV")[0] == 0
-    assert sum(map(sum, json.loads(Path("a/partition.json").read_text())["counts"])) == 20  # of 24, less a fifth for tests
+    assert sum(map(sum, json.loads(Path("a/partition.json").read_text())["counts"])) == 20  # of 24
 
 
 def test_compare_names_what_it_does_not_show_and_writes_markdown_alone(foogd):
