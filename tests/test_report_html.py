@@ -541,6 +541,8 @@ DAMAGE = [
     ("rounds.jsonl", lambda old: old.replace('"losses": {', '"losses": [], "x": {', 1), "damaged"),
     ("rounds.jsonl", lambda old: old.replace('"seconds": 1.5', '"seconds": "1.5"', 1), "seconds is of the type str"),
     ("rows.jsonl", "{}\n", "is not a row"),
+    ("rows.jsonl", lambda old: old.replace('"weight": 100.0', '"weight": NaN', 1), "rows.jsonl is damaged: line 1 has"),
+    ("rows.jsonl", lambda old: old.replace('"weight": 100.0', '"weight": Infinity', 1), "the weight inf; a finite"),
 ]
 
 
