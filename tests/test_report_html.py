@@ -380,6 +380,58 @@ def test_a_run_that_stands_there_twice_counts_once(tmp_path):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
+def test_made_up_images_are_no_seed_of_real_ones(tmp_path, seed):
+    make_run(tmp_path / "a", seed=seed, data_name="fashion (stand-in)", data_root="made-up", samples=False)
+    make_run(tmp_path / "b", seed=0, data_root="real", samples=False)
+    collection = collect(find_runs([tmp_path]))
+    assert [scene.title for scene in collection.scenes] == ["images of fashion", "images of fashion (stand-in)"]
+    assert [record.folder.name for record in collection.records] == ["b", "a"]
+    assert collection.notes == ()
+    text = markdown_report(collection)
+    assert "## Results: images of fashion (stand-in)\n" in text
+    assert "over 2 seeds" not in text
+
+
+def test_runs_of_one_seed_on_other_images_of_one_name_are_told_by_their_hash(tmp_path):
+    for place, digest in enumerate(("1" * 64, "2" * 64, "2" * 64)):
+        make_run(tmp_path / f"a{place}", data_root=f"r{place}", content_hash=digest, samples=False)
+    make_run(tmp_path / "p", "fedprox", content_hash="1" * 64, samples=False)
+    collection = collect(find_runs([tmp_path]))
+    found = {scene.title: [group.label for group in scene.groups] for scene in collection.scenes}
+    assert found == {
+        "training images with hash 11111111": ["fedavg", "fedprox"],
+        "training images with hash 22222222": ["fedavg"],
+    }
+    different, twin = collection.notes
+    assert different.startswith("Runs of one seed trained on different images, which all go by fashion:")
+    assert re.search(r"a2 was left out: .*a1 has the same settings and seed\.$", twin)
+    assert different in findings(collection)[-1].text
+
+
+def test_a_seed_may_hold_out_images_of_its_own(tmp_path):
+    for seed, digest in enumerate(("1" * 64, "2" * 64)):
+        for method in ("fedavg", "fedprox"):
+            make_run(tmp_path / f"{method}{seed}", method, seed=seed, content_hash=digest, samples=False)
+    make_run(tmp_path / "old", seed=2, samples=False)  # from before the hash was kept
+    collection = collect(find_runs([tmp_path]))
+    (scene,) = collection.scenes
+    assert scene.title == ""
+    assert [len(group.records) for group in scene.groups] == [3, 2]
+    assert collection.notes == ()
+
+
+def test_the_name_of_the_images_is_not_said_beside_that_of_the_data(tmp_path):
+    make_run(tmp_path / "a", samples=False, data_name="Fashion")
+    make_run(tmp_path / "b", preset="cifar10", rounds=10, alpha=0.5, samples=False)
+    make_run(tmp_path / "nodes", flower=True)
+    titles = [scene.title for scene in collect(find_runs([tmp_path])).scenes]
+    assert titles == ["simulated, data = cifar10", "simulated, data = fashion", "on Flower, data = fashion"]
+    make_run(tmp_path / "c", seed=1, data_name="Fashion (stand-in)", samples=False)
+    titles = [scene.title for scene in collect(find_runs([tmp_path])).scenes]
+    assert titles[1:3] == [f"simulated, data = fashion, images of {name}" for name in ("Fashion", "Fashion (stand-in)")]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
 def test_a_run_on_flower_is_no_seed_of_a_simulated_run(tmp_path, seed):
     make_run(tmp_path / "here", rounds=2, alpha=0.3, samples=False)
     make_run(tmp_path / "nodes", rounds=2, alpha=0.3, seed=seed, flower=True)
@@ -537,6 +589,7 @@ DAMAGE = [
     ("partition.json", '{"counts": [[1, 2], [3]]}', "counts are not"),
     ("partition.json", '{"counts": [[1, "2"], [3, 4]]}', "counts are not"),
     ("partition.json", '{"counts": [[], []]}', "counts are not"),
+    ("partition.json", '{"content_hash": 3}', "content_hash is of the type int"),
     ("partition.json", '{"training_images_in_tests": {"d": "many"}}', "not whole numbers"),
     ("rounds.jsonl", lambda old: old.replace('"losses": {', '"losses": [], "x": {', 1), "damaged"),
     ("rounds.jsonl", lambda old: old.replace('"seconds": 1.5', '"seconds": "1.5"', 1), "seconds is of the type str"),
