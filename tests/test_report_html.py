@@ -973,6 +973,37 @@ def test_lines_with_fewer_seeds_say_so(tmp_path):
     assert "Not every line is a mean over 3 seeds: fedrod has 1." in findings(collection)[-1].text
 
 
+def test_a_seed_that_diverged_is_marked_where_means_are_without_it(tmp_path):
+    for seed in (0, 1, 2):
+        make_run(tmp_path / f"a{seed}", seed=seed, samples=False)
+        make_run(tmp_path / f"f{seed}", "fedavg+foogd", seed=seed, samples=False)
+    whole = collect(find_runs([tmp_path]))
+    assert "NaN" not in markdown_report(whole)
+    assert "over 3 seeds" in paper_grid(whole.scenes[0]).title
+    path = tmp_path / "a2" / "rows.jsonl"
+    kept = [line for line in path.read_text().splitlines() if json.loads(line)["detector"] is None]
+    path.write_text("\n".join(kept) + "\n")
+    collection = collect(find_runs([tmp_path]))
+    (scene,) = collection.scenes
+    grid = paper_grid(scene)
+    assert "over 2 to 3 seeds" in grid.title
+    assert [grid.fewer_seeds(line) for line in grid.lines] == ["2 to 3 seeds", ""]
+    assert "over 2 to 3 seeds" in scene.report.headline().title
+    assert "over 2 to 3 seeds" in scene.report.matrix("digits", "auroc").title
+    for text in (markdown_report(collection), latex_report(collection), Page(html_report(collection, maps=0)).words()):
+        assert "fedavg (2 to 3 seeds)" in text
+    caution = "as where scores are NaN: fedavg, seed 2 (MSP, energy, KNN). Their means are over the other seeds alone"
+    assert caution in findings(collection)[-1].text
+
+
+def test_a_detector_that_a_seed_was_not_asked_for_is_no_sign_of_nan(tmp_path):
+    make_run(tmp_path / "a", seed=0, detectors=["msp", "energy"], samples=False)
+    make_run(tmp_path / "b", seed=1, detectors=["msp"], samples=False)
+    collection = collect(find_runs([tmp_path]))
+    assert "NaN" not in markdown_report(collection)
+    assert [line.seeds for line in paper_grid(collection.scenes[0]).lines] == [(2, 2)]
+
+
 def test_names_keep_their_letters_and_no_distance_is_negative(tmp_path):
     folder = make_run(tmp_path / "a", names=["lsun_c"], samples=False)
     texts = {one.title: one.text for one in findings(collect([folder]))}

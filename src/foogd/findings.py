@@ -438,7 +438,7 @@ def _cautions(collection: Collection) -> Iterator[Finding]:
     if all(len(group.records) == 1 for group in collection.groups):
         parts.append("Each method ran with one seed: small differences may be chance.")
     else:
-        parts += _fewer_seeds(collection)
+        parts += [*_fewer_seeds(collection), *_without_numbers(collection)]
     made_up = list(dict.fromkeys(record.stand_in for record in records if record.stand_in))
     if made_up:
         parts.insert(0, f"NOT REAL DATA: the images of {', '.join(made_up)} are made up.")
@@ -503,6 +503,33 @@ def _fewer_seeds(collection: Collection) -> list[str]:
     fewer = [f"{name} has {count}" for name, count in counts.items() if count < most]
     more = f" and {len(fewer) - 3} more have fewer" if len(fewer) > 3 else ""
     return [f"Not every line is a mean over {most} seeds: {', '.join(fewer[:3])}{more}."] if fewer else []
+
+
+def _without_numbers(collection: Collection) -> list[str]:
+    """Which runs lack a detector that other seeds of their line have: a model that has diverged gives no scores."""
+    lacking = []
+    for scene in collection.scenes:
+        for group in scene.groups:
+            own = [
+                {row.detector for row in record.rows if row.round == record.last_round} for record in group.records
+            ]
+            known = set.union(*own)
+            for record, found in zip(group.records, own, strict=True):
+                names = [detector_name(name) for name in record.settings["detectors"] if name in known - found]
+                if names:
+                    who = f"{group.label} ({scene.title})" if scene.title else group.label
+                    lacking.append(f"{who}, seed {record.seed} ({_some(names)})")
+    if not lacking:
+        return []
+    return [
+        f"Detectors without numbers in some seeds, as where scores are NaN: {_some(lacking, '; ')}. Their means are "
+        "over the other seeds alone, and may be too good."
+    ]
+
+
+def _some(words: Sequence[str], between: str = ", ") -> str:
+    """The first three of the words, and how many more there are."""
+    return between.join(words[:3]) + (f" and {len(words) - 3} more" if len(words) > 3 else "")
 
 
 def headline(collection: Collection) -> str:
