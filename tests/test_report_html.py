@@ -828,6 +828,28 @@ def test_the_mean_over_the_domains_left_out_stands_beside_the_published_one(tmp_
     assert not fewer.has_published
 
 
+def test_a_mean_over_domains_has_no_number_that_a_domain_lacks(tmp_path):
+    for place, domain in enumerate(sorted(DOMAINS)):
+        for seed in (0, 1):
+            asked = ["msp", "energy"] if (domain, seed) != ("sketch", 1) else ["energy"]
+            make_run(tmp_path / f"{domain}{seed}", preset="pacs", leave_out=domain, seed=seed, clients=3,
+                     good=0.05 * place, detectors=asked, samples=False)  # fmt: skip
+    collection = collect(find_runs([tmp_path]))
+    ((_, grid),) = domain_means(collection)
+    (line,) = grid.lines
+    about = {"metric": "auroc", "split": "out", "detector": "msp", "dataset": grid.columns[-1].dataset}
+    whole = [scene.report.values(method="fedavg", **about)[0] for scene in collection.scenes]  # of seed 0
+    assert line.detector == "msp"
+    assert line.cells[-1].values == pytest.approx((np.mean(whole),))
+    assert line.seeds == (1, 2)
+    ((_, grid),) = domain_means(collect([path for path in tmp_path.iterdir() if path.name.endswith("1")]))
+    (line,) = grid.lines
+    assert line.detector == "msp"
+    empty = [column.title for column, cell in zip(grid.columns, line.cells, strict=True) if not cell.values]
+    assert set(empty) == {"FPR95", "AUROC"}
+    assert line.cells[0].values
+
+
 def test_published_averages_are_those_of_the_domains():
     for method in ("fedavg", "fedrod", "fedt3a", "fediir", "fedthe", "fedicon", "fedavg+foogd", "fedrod+foogd"):
         settings = {**read_preset("pacs"), "method": method}

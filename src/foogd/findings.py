@@ -10,6 +10,7 @@ from typing import final
 
 from .data.federation import LEFT_OUT
 from .errors import InputError
+from .evaluate import Row
 from .methods import METHODS, make_method, method_fields, split_name
 from .published import DOMAINS, OF_NODES, departures
 from .records import Collection, Record, Scene, shown
@@ -329,33 +330,39 @@ def domain_means(collection: Collection) -> list[tuple[str, Grid]]:
     for scene in collection.scenes:
         if dict(scene.setting).get("leave_out"):
             alike.setdefault(repr([pair for pair in scene.setting if pair[0] != "leave_out"]), []).append(scene)
-    found = []
-    for scenes in alike.values():
-        domains = [str(dict(scene.setting)["leave_out"]) for scene in scenes]
-        merged = _in_every(scenes)
-        if len(scenes) < 2 or not merged.rows:
-            continue
-        groups = [group for scene in scenes for group in scene.groups]
-        # Averages are printed over all domains; over fewer there is nothing to compare with.
-        over = {"leave_out": "all" if set(domains) == DOMAINS else "some"}
-        grid = merged.grid(
-            merged.paper_columns(),
-            _usual,
-            settings={g.label: {} if g.stand_in else {**g.settings, **over} for g in groups},
-            departs={g.label: departures(g.settings) for g in groups},
-            unfinished={g.label: g.unfinished for g in sorted(groups, key=lambda group: bool(group.unfinished))},
-            withheld={g.label: OF_NODES for g in groups if g.flower},
-        )
-        rest = scenes[0].title_without("leave_out")
-        found.append((f"{rest}{', ' if rest else ''}mean over leave_out = {', '.join(domains)}", grid))
-    return found
+    merged = [(scenes, _in_every(scenes)) for scenes in alike.values() if len(scenes) > 1]
+    return [_domain_mean(scenes, report) for scenes, report in merged if report.rows]
+
+
+def _domain_mean(scenes: Sequence[Scene], merged: Report) -> tuple[str, Grid]:
+    """Title and numbers of one table of means; what a domain has no number of stays empty."""
+    domains = [str(dict(scene.setting)["leave_out"]) for scene in scenes]
+    groups = [group for scene in scenes for group in scene.groups]
+    whole = Report.of(row for scene in scenes for row in scene.report.rows)
+    # Averages are printed over all domains; over fewer there is nothing to compare with.
+    over = {"leave_out": "all" if set(domains) == DOMAINS else "some"}
+    grid = merged.grid(
+        merged.paper_columns(),
+        lambda method, known: _usual(method, whole.known_detectors.get(method, [])),
+        settings={g.label: {} if g.stand_in else {**g.settings, **over} for g in groups},
+        departs={g.label: departures(g.settings) for g in groups},
+        unfinished={g.label: g.unfinished for g in sorted(groups, key=lambda group: bool(group.unfinished))},
+        withheld={g.label: OF_NODES for g in groups if g.flower},
+    )
+    rest = scenes[0].title_without("leave_out")
+    return f"{rest}{', ' if rest else ''}mean over leave_out = {', '.join(domains)}", grid
 
 
 def _in_every(scenes: Sequence[Scene]) -> Report:
-    """The rows of the methods and seeds that every scene has: their mean is the mean over scenes."""
-    had = [{(group.label, record.seed) for group in scene.groups for record in group.records} for scene in scenes]
-    common = set.intersection(*had)
-    return Report.of(row for scene in scenes for row in scene.report.rows if (row.method, row.seed) in common)
+    """The rows of what every scene has of a method and seed: their mean is the mean over scenes."""
+
+    def about(row: Row) -> tuple[object, ...]:
+        # What is shifted is another set in every scene: the domain left out.
+        name = row.dataset if row.split == "out" else ""
+        return row.method, row.seed, row.scope, row.metric, row.split, row.detector, name
+
+    common = set.intersection(*({about(row) for row in scene.report.rows} for scene in scenes))
+    return Report.of(row for scene in scenes for row in scene.report.rows if about(row) in common)
 
 
 def joint_grid(scene: Scene) -> Grid | None:
