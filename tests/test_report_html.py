@@ -966,6 +966,31 @@ def test_the_best_is_named_and_a_small_lead_is_called_level(demo, tmp_path):
     assert _lead(ranking(far, Measure("accuracy", "in"))) == ", 20.0 points more than a"
 
 
+def test_the_detectors_of_the_paper_are_not_chosen_by_their_numbers(tmp_path):
+    make_run(tmp_path / "a", "fedavg", detectors=["energy", "knn"], good=0.1, samples=False)
+    make_run(tmp_path / "f", "fedavg+foogd", detectors=["score_norm", "energy", "knn"], samples=False)
+    texts = {one.title: one.text for one in findings(collect(find_runs([tmp_path])))}
+    for name in ("fashion_out", "digits"):
+        text = texts[f"Unknown images: {name}"]
+        assert "fedavg with KNN separates them best" in text
+        assert "Of the detectors that the paper uses, the best is fedavg+foogd with score norm (" in text
+
+
+def test_the_price_of_a_threshold_is_that_of_the_detectors_in_the_table(tmp_path):
+    for method in ("fedavg", "fedprox"):
+        folder = make_run(tmp_path / method, method, detectors=["energy", "knn"], samples=False)
+        rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+        for row in rows:
+            if (row["metric"], row["detector"]) == ("rejected", "knn"):
+                row["value"] = 0.0 if method == "fedavg" else 0.9
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    collection = collect(find_runs([tmp_path]))
+    assert {line.detector for line in paper_grid(collection.scenes[0]).lines} == {"energy"}
+    texts = {one.title: one.text for one in findings(collection)}
+    assert texts["The price of a threshold"].count("with energy") == 2
+    assert "KNN" not in texts["The price of a threshold"]
+
+
 def test_several_tables_say_what_is_level_and_nothing_is_best_alone(tmp_path):
     for alpha in (0.1, 0.5):
         for seed in (0, 1, 2):

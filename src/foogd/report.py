@@ -325,9 +325,14 @@ def detector_name(detector: str) -> str:
     return NAMES.get(detector, detector) or "–"
 
 
-def paper_detector(method: str, known: Sequence[str]) -> str | None:
+def reported_detector(method: str) -> str:
     """The detector that the paper reports a method with: the score norm for FOOGD, MSP for all others."""
-    wanted = "score_norm" if method.partition(",")[0].endswith("+foogd") else "msp"
+    return "score_norm" if method.partition(",")[0].endswith("+foogd") else "msp"
+
+
+def paper_detector(method: str, known: Sequence[str]) -> str | None:
+    """The detector that the paper reports a method with, or the first that is known where that one is not."""
+    wanted = reported_detector(method)
     return wanted if wanted in known else next(iter(known), None)
 
 
