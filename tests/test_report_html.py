@@ -991,6 +991,38 @@ def test_the_price_of_a_threshold_is_that_of_the_detectors_in_the_table(tmp_path
     assert "KNN" not in texts["The price of a threshold"]
 
 
+def test_what_is_not_finished_wins_nothing(tmp_path):
+    make_run(tmp_path / "a", "fedavg", samples=False, severities=[1])
+    make_run(tmp_path / "b", "fedprox", samples=False, severities=[1], done=1, good=0.1)
+    collection = collect(find_runs([tmp_path]))
+    texts = {one.title: one.text for one in findings(collection)}
+    assert re.fullmatch(r"fedavg classifies [\d.]+ % of the clean test images\.", texts["Clean images"])
+    assert texts["Shifted images"].startswith("fedavg keeps")
+    assert texts["Unknown images: digits"].startswith("Of 3 pairs of method and detector, fedavg with")
+    assert "fedprox" not in texts["The price of a threshold"]
+    assert "costs fedavg most" in texts["Weak points"]
+    assert "Not finished: b (1 of 10 rounds)" in texts["To keep in mind"]
+    shifted = Page(re.search(r'<section id="shift">.*?</section>', html_report(collection, maps=0), re.S).group())
+    assert shifted.cells[0][1:] == ["fedavg", "fedprox†"]
+    assert shifted.best == [cells[1] for cells in shifted.cells[1:]]
+    # Where nothing is finished, a name says how far it is.
+    alone = {one.title: one.text for one in findings(collect([tmp_path / "b"]))}
+    assert alone["Clean images"].startswith("fedprox (round 1 of 10) classifies")
+    assert "fedprox with KNN (round 1 of 10) separates them best" in alone["Unknown images: digits"]
+
+
+def test_of_two_that_look_the_same_neither_is_ahead(tmp_path):
+    folders = [make_run(tmp_path / name, name, detectors=["msp"], samples=False) for name in ("fedavg", "fedprox")]
+    rows = (folders[0] / "rows.jsonl").read_text()
+    (folders[1] / "rows.jsonl").write_text(rows.replace('"fedavg', '"fedprox'))
+    texts = {one.title: one.text for one in findings(collect(folders))}
+    assert texts["Clean images"].endswith(", as much as fedprox.")
+    assert re.search(r"AUROC [\d.]+, level with fedprox with MSP, and", texts["Unknown images: digits"])
+    other = make_run(tmp_path / "other", alpha=5.0, samples=False)
+    (text,) = [one.text for one in findings(collect([*folders, other])) if one.title == "alpha = 0.5"]
+    assert text.count(", level with fedprox with MSP)") == 2
+
+
 def test_several_tables_say_what_is_level_and_nothing_is_best_alone(tmp_path):
     for alpha in (0.1, 0.5):
         for seed in (0, 1, 2):

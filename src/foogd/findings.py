@@ -42,10 +42,12 @@ class Entry:
     method: str
     detector: str
     cell: Cell
+    unfinished: str = ""  # how far its runs are, where they are not finished
 
     @property
     def who(self) -> str:
-        return f"{self.method} with {detector_name(self.detector)}" if self.detector else self.method
+        name = f"{self.method} with {detector_name(self.detector)}" if self.detector else self.method
+        return f"{name} ({self.unfinished})" if self.unfinished else name
 
 
 def findings(collection: Collection) -> list[Finding]:
@@ -58,7 +60,7 @@ def findings(collection: Collection) -> list[Finding]:
 def _short(scene: Scene) -> Iterator[Finding]:
     """One finding a table, for reports with several."""
     report = scene.report
-    clean, shifted = (ranking(report, Measure("accuracy", split)) for split in ("in", "in-c"))
+    clean, shifted = (_ranked(scene, Measure("accuracy", split)) for split in ("in", "in-c"))
     parts = [
         f"{ranked[0].who} classifies {ranked[0].cell.text()} % of the {words} images{_lead(ranked)}"
         for words, ranked in (("clean", clean), ("shifted", shifted))
@@ -67,15 +69,14 @@ def _short(scene: Scene) -> Iterator[Finding]:
     winners: dict[str, list[str]] = {}
     alone = True
     for name in report.out_sets():
-        ranked = ranking(report, Measure("auroc", "out", name, detected=True))
+        ranked = _ranked(scene, Measure("auroc", "out", name, detected=True))
         if ranked:
             alone = alone and len(ranked) == 1
-            level = f", level with {ranked[1].who}" if _is_level(ranked) else ""
-            winners.setdefault(ranked[0].who, []).append(f"{name} ({ranked[0].cell.mean:.1f}{level})")
+            winners.setdefault(ranked[0].who, []).append(f"{name} ({ranked[0].cell.mean:.1f}{_beside(ranked)})")
     best = "" if alone else " best"
     parts += [f"{who} finds {_listed(sets)}{best} (AUROC)" for who, sets in winners.items()]
     sentences = ["; ".join(parts) + "."] if parts else []
-    sentences += [one.text for one in _price(report)]
+    sentences += [one.text for one in _price(scene)]
     if sentences:
         yield Finding(scene.title, " ".join(sentences))
 
@@ -86,7 +87,7 @@ def _listed(words: Sequence[str]) -> str:
 
 def _long(scene: Scene) -> Iterator[Finding]:
     report = scene.report
-    clean, shifted = (ranking(report, Measure("accuracy", split)) for split in ("in", "in-c"))
+    clean, shifted = (_ranked(scene, Measure("accuracy", split)) for split in ("in", "in-c"))
     if clean:
         text = f"{clean[0].who} classifies {clean[0].cell.text()} % of the clean test images"
         yield Finding("Clean images", f"{text}{_lead(clean)}.")
@@ -100,7 +101,7 @@ def _long(scene: Scene) -> Iterator[Finding]:
             text += f" That is {where} its clean accuracy."
         yield Finding("Shifted images", text)
     for name in report.out_sets():
-        ranked = ranking(report, Measure("auroc", "out", name, detected=True))
+        ranked = _ranked(scene, Measure("auroc", "out", name, detected=True))
         if not ranked:
             continue
         best = ranked[0]
@@ -109,21 +110,27 @@ def _long(scene: Scene) -> Iterator[Finding]:
         text = f"{best.who} separates them: AUROC {best.cell.text()}"
         if len(ranked) > 1:
             text = f"Of {len(ranked)} pairs of method and detector, {best.who} separates them best: AUROC "
-            text += best.cell.text() + (f", level with {ranked[1].who}" if _is_level(ranked) else "")
+            text += best.cell.text() + _beside(ranked)
         if fpr:
             text += f", and {Cell(tuple(fpr)).text()} % of them pass where 95 % of IN do"
         reported = _of_the_paper(ranked)
         if reported and reported[0].who != best.who:
             text += f". Of the detectors that the paper uses, the best is {reported[0].who} ({reported[0].cell.text()})"
         yield Finding(f"Unknown images: {name}", f"{text}.")
-    yield from _price(report)
+    yield from _price(scene)
 
 
-def ranking(report: Report, measure: Measure) -> list[Entry]:
-    """All numbers of a measure, the best first."""
-    grid = report.grid([measure], lambda method, known: known if measure.detected else [""])
-    entries = [Entry(line.method, line.detector, line.cells[0]) for line in grid.lines if line.cells[0].values]
+def ranking(report: Report, measure: Measure, unfinished: Mapping[str, str] | None = None) -> list[Entry]:
+    """All numbers of a measure, the best first; what is `unfinished` only where nothing is finished."""
+    grid = report.grid([measure], lambda method, known: known if measure.detected else [""], unfinished=unfinished)
+    lines = [line for line in grid.lines if line.cells[0].values]
+    ready = [line for line in lines if not line.unfinished] or lines
+    entries = [Entry(line.method, line.detector, line.cells[0], line.unfinished) for line in ready]
     return sorted(entries, key=lambda entry: entry.cell.mean, reverse=not measure.smaller_is_better)
+
+
+def _ranked(scene: Scene, measure: Measure) -> list[Entry]:
+    return ranking(scene.report, measure, scene.unfinished)
 
 
 def _of_the_paper(ranked: list[Entry]) -> list[Entry]:
@@ -151,11 +158,21 @@ def _is_level(ranked: list[Entry]) -> bool:
     return spread > 0 and abs(first.mean - second.mean) <= spread
 
 
-def _price(report: Report) -> Iterator[Finding]:
+def _beside(ranked: list[Entry]) -> str:
+    """Who is level with the first, as far as seeds or printed numbers tell; else empty."""
+    if len(ranked) < 2:
+        return ""
+    first, second = ranked[:2]
+    level = _is_level(ranked) or f"{first.cell.mean:.1f}" == f"{second.cell.mean:.1f}"
+    return f", level with {second.who}" if level else ""
+
+
+def _price(scene: Scene) -> Iterator[Finding]:
     """What the threshold does to shifted images, for the detectors that the tables show."""
-    ranked = ranking(report, Measure("rejected", "in-c", detected=True))
     # Chosen as in the tables, and not by the numbers that are told here.
-    ranked = [one for one in ranked if one.detector in _usual(one.method, report.known_detectors[one.method])]
+    usual = {method: _usual(method, known) for method, known in scene.report.known_detectors.items()}
+    ranked = _ranked(scene, Measure("rejected", "in-c", detected=True))
+    ranked = [entry for entry in ranked if entry.detector in usual[entry.method]]
     if not ranked:
         return
     least, most = ranked[0], ranked[-1]
@@ -167,7 +184,7 @@ def _price(report: Report) -> Iterator[Finding]:
     if most.who != least.who:
         text += f" and {most.cell.text()} % for {most.who}"
     text += ", weighted over clients. Without any effect of the shift it would be 5 %."
-    yield Finding("The price of a threshold", " ".join([text, *_set_aside(report, least, most)]))
+    yield Finding("The price of a threshold", " ".join([text, *_set_aside(scene.report, least, most)]))
 
 
 def _set_aside(report: Report, *entries: Entry) -> Iterator[str]:
@@ -200,7 +217,7 @@ def _weak(collection: Collection) -> Iterator[Finding]:
     for scene in collection.scenes:
         place = f" ({scene.title})" if several else ""
         for name in scene.report.out_sets():
-            ranked = ranking(scene.report, Measure("auroc", "out", name, detected=True))
+            ranked = _ranked(scene, Measure("auroc", "out", name, detected=True))
             pairs += ranked
             if ranked:
                 top = ranked[0].cell.mean
@@ -221,7 +238,7 @@ def _weak(collection: Collection) -> Iterator[Finding]:
 
 def _costs(scene: Scene, place: str) -> list[tuple[float, str]]:
     """The corruption on which the method that is best on shifted images has the lowest accuracy."""
-    shifted = ranking(scene.report, Measure("accuracy", "in-c"))
+    shifted = _ranked(scene, Measure("accuracy", "in-c"))
     if not shifted:
         return []
     best = shifted[0].method
@@ -302,7 +319,7 @@ def scene_grid(
         chosen,
         settings=printed if scope == "weighted" else None,
         departs={group.label: departures(group.settings) for group in scene.groups},
-        unfinished={group.label: group.unfinished for group in scene.groups},
+        unfinished=scene.unfinished,
         withheld={group.label: OF_NODES for group in scene.groups if group.flower},
         scope=scope,
     )

@@ -218,6 +218,11 @@ class Scene:
             for key, value in told
         )
 
+    @property
+    def unfinished(self) -> dict[str, str]:
+        """How far the groups are that are not finished."""
+        return {group.label: group.unfinished for group in self.groups if group.unfinished}
+
     @cached_property
     def history(self) -> Report:
         """All rows, with the groups' labels in the place of the methods' names."""
