@@ -97,7 +97,8 @@ def test_several_seeds_give_mean_and_sample_deviation():
     assert line["ACC-IN"] == f"90.0 ± {deviation:.1f}" == "90.0 ± 4.0"
     assert line["AUROC svhn"] == "70.0 ± 4.0"
     assert line["FPR95 svhn"] == "30.0"  # one seed has no deviation
-    assert "3 seeds" in report.headline().title
+    assert "over 1 to 3 seeds" in report.headline().title
+    assert "over 3 seeds" in report.matrix("svhn", "auroc").title
     assert "3 seeds" in report.joint().title
     assert "seeds" not in Report.of(ONE_SEED).headline().title
     assert "seeds" not in Report.of(ONE_SEED).joint().title

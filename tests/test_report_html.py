@@ -380,6 +380,58 @@ def test_a_run_that_stands_there_twice_counts_once(tmp_path):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
+def test_made_up_images_are_no_seed_of_real_ones(tmp_path, seed):
+    make_run(tmp_path / "a", seed=seed, data_name="fashion (stand-in)", data_root="made-up", samples=False)
+    make_run(tmp_path / "b", seed=0, data_root="real", samples=False)
+    collection = collect(find_runs([tmp_path]))
+    assert [scene.title for scene in collection.scenes] == ["images of fashion", "images of fashion (stand-in)"]
+    assert [record.folder.name for record in collection.records] == ["b", "a"]
+    assert collection.notes == ()
+    text = markdown_report(collection)
+    assert "## Results: images of fashion (stand-in)\n" in text
+    assert "over 2 seeds" not in text
+
+
+def test_runs_of_one_seed_on_other_images_of_one_name_are_told_by_their_hash(tmp_path):
+    for place, digest in enumerate(("1" * 64, "2" * 64, "2" * 64)):
+        make_run(tmp_path / f"a{place}", data_root=f"r{place}", content_hash=digest, samples=False)
+    make_run(tmp_path / "p", "fedprox", content_hash="1" * 64, samples=False)
+    collection = collect(find_runs([tmp_path]))
+    found = {scene.title: [group.label for group in scene.groups] for scene in collection.scenes}
+    assert found == {
+        "training images with hash 11111111": ["fedavg", "fedprox"],
+        "training images with hash 22222222": ["fedavg"],
+    }
+    different, twin = collection.notes
+    assert different.startswith("Runs of one seed trained on different images, which all go by fashion:")
+    assert re.search(r"a2 was left out: .*a1 has the same settings and seed\.$", twin)
+    assert different in findings(collection)[-1].text
+
+
+def test_a_seed_may_hold_out_images_of_its_own(tmp_path):
+    for seed, digest in enumerate(("1" * 64, "2" * 64)):
+        for method in ("fedavg", "fedprox"):
+            make_run(tmp_path / f"{method}{seed}", method, seed=seed, content_hash=digest, samples=False)
+    make_run(tmp_path / "old", seed=2, samples=False)  # from before the hash was kept
+    collection = collect(find_runs([tmp_path]))
+    (scene,) = collection.scenes
+    assert scene.title == ""
+    assert [len(group.records) for group in scene.groups] == [3, 2]
+    assert collection.notes == ()
+
+
+def test_the_name_of_the_images_is_not_said_beside_that_of_the_data(tmp_path):
+    make_run(tmp_path / "a", samples=False, data_name="Fashion")
+    make_run(tmp_path / "b", preset="cifar10", rounds=10, alpha=0.5, samples=False)
+    make_run(tmp_path / "nodes", flower=True)
+    titles = [scene.title for scene in collect(find_runs([tmp_path])).scenes]
+    assert titles == ["simulated, data = cifar10", "simulated, data = fashion", "on Flower, data = fashion"]
+    make_run(tmp_path / "c", seed=1, data_name="Fashion (stand-in)", samples=False)
+    titles = [scene.title for scene in collect(find_runs([tmp_path])).scenes]
+    assert titles[1:3] == [f"simulated, data = fashion, images of {name}" for name in ("Fashion", "Fashion (stand-in)")]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
 def test_a_run_on_flower_is_no_seed_of_a_simulated_run(tmp_path, seed):
     make_run(tmp_path / "here", rounds=2, alpha=0.3, samples=False)
     make_run(tmp_path / "nodes", rounds=2, alpha=0.3, seed=seed, flower=True)
@@ -537,10 +589,13 @@ DAMAGE = [
     ("partition.json", '{"counts": [[1, 2], [3]]}', "counts are not"),
     ("partition.json", '{"counts": [[1, "2"], [3, 4]]}', "counts are not"),
     ("partition.json", '{"counts": [[], []]}', "counts are not"),
+    ("partition.json", '{"content_hash": 3}', "content_hash is of the type int"),
     ("partition.json", '{"training_images_in_tests": {"d": "many"}}', "not whole numbers"),
     ("rounds.jsonl", lambda old: old.replace('"losses": {', '"losses": [], "x": {', 1), "damaged"),
     ("rounds.jsonl", lambda old: old.replace('"seconds": 1.5', '"seconds": "1.5"', 1), "seconds is of the type str"),
     ("rows.jsonl", "{}\n", "is not a row"),
+    ("rows.jsonl", lambda old: old.replace('"weight": 100.0', '"weight": NaN', 1), "rows.jsonl is damaged: line 1 has"),
+    ("rows.jsonl", lambda old: old.replace('"weight": 100.0', '"weight": Infinity', 1), "the weight inf; a finite"),
 ]
 
 
@@ -773,6 +828,28 @@ def test_the_mean_over_the_domains_left_out_stands_beside_the_published_one(tmp_
     assert not fewer.has_published
 
 
+def test_a_mean_over_domains_has_no_number_that_a_domain_lacks(tmp_path):
+    for place, domain in enumerate(sorted(DOMAINS)):
+        for seed in (0, 1):
+            asked = ["msp", "energy"] if (domain, seed) != ("sketch", 1) else ["energy"]
+            make_run(tmp_path / f"{domain}{seed}", preset="pacs", leave_out=domain, seed=seed, clients=3,
+                     good=0.05 * place, detectors=asked, samples=False)  # fmt: skip
+    collection = collect(find_runs([tmp_path]))
+    ((_, grid),) = domain_means(collection)
+    (line,) = grid.lines
+    about = {"metric": "auroc", "split": "out", "detector": "msp", "dataset": grid.columns[-1].dataset}
+    whole = [scene.report.values(method="fedavg", **about)[0] for scene in collection.scenes]  # of seed 0
+    assert line.detector == "msp"
+    assert line.cells[-1].values == pytest.approx((np.mean(whole),))
+    assert line.seeds == (1, 2)
+    ((_, grid),) = domain_means(collect([path for path in tmp_path.iterdir() if path.name.endswith("1")]))
+    (line,) = grid.lines
+    assert line.detector == "msp"
+    empty = [column.title for column, cell in zip(grid.columns, line.cells, strict=True) if not cell.values]
+    assert set(empty) == {"FPR95", "AUROC"}
+    assert line.cells[0].values
+
+
 def test_published_averages_are_those_of_the_domains():
     for method in ("fedavg", "fedrod", "fedt3a", "fediir", "fedthe", "fedicon", "fedavg+foogd", "fedrod+foogd"):
         settings = {**read_preset("pacs"), "method": method}
@@ -889,6 +966,63 @@ def test_the_best_is_named_and_a_small_lead_is_called_level(demo, tmp_path):
     assert _lead(ranking(far, Measure("accuracy", "in"))) == ", 20.0 points more than a"
 
 
+def test_the_detectors_of_the_paper_are_not_chosen_by_their_numbers(tmp_path):
+    make_run(tmp_path / "a", "fedavg", detectors=["energy", "knn"], good=0.1, samples=False)
+    make_run(tmp_path / "f", "fedavg+foogd", detectors=["score_norm", "energy", "knn"], samples=False)
+    texts = {one.title: one.text for one in findings(collect(find_runs([tmp_path])))}
+    for name in ("fashion_out", "digits"):
+        text = texts[f"Unknown images: {name}"]
+        assert "fedavg with KNN separates them best" in text
+        assert "Of the detectors that the paper uses, the best is fedavg+foogd with score norm (" in text
+
+
+def test_the_price_of_a_threshold_is_that_of_the_detectors_in_the_table(tmp_path):
+    for method in ("fedavg", "fedprox"):
+        folder = make_run(tmp_path / method, method, detectors=["energy", "knn"], samples=False)
+        rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+        for row in rows:
+            if (row["metric"], row["detector"]) == ("rejected", "knn"):
+                row["value"] = 0.0 if method == "fedavg" else 0.9
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    collection = collect(find_runs([tmp_path]))
+    assert {line.detector for line in paper_grid(collection.scenes[0]).lines} == {"energy"}
+    texts = {one.title: one.text for one in findings(collection)}
+    assert texts["The price of a threshold"].count("with energy") == 2
+    assert "KNN" not in texts["The price of a threshold"]
+
+
+def test_what_is_not_finished_wins_nothing(tmp_path):
+    make_run(tmp_path / "a", "fedavg", samples=False, severities=[1])
+    make_run(tmp_path / "b", "fedprox", samples=False, severities=[1], done=1, good=0.1)
+    collection = collect(find_runs([tmp_path]))
+    texts = {one.title: one.text for one in findings(collection)}
+    assert re.fullmatch(r"fedavg classifies [\d.]+ % of the clean test images\.", texts["Clean images"])
+    assert texts["Shifted images"].startswith("fedavg keeps")
+    assert texts["Unknown images: digits"].startswith("Of 3 pairs of method and detector, fedavg with")
+    assert "fedprox" not in texts["The price of a threshold"]
+    assert "costs fedavg most" in texts["Weak points"]
+    assert "Not finished: b (1 of 10 rounds)" in texts["To keep in mind"]
+    shifted = Page(re.search(r'<section id="shift">.*?</section>', html_report(collection, maps=0), re.S).group())
+    assert shifted.cells[0][1:] == ["fedavg", "fedprox†"]
+    assert shifted.best == [cells[1] for cells in shifted.cells[1:]]
+    # Where nothing is finished, a name says how far it is.
+    alone = {one.title: one.text for one in findings(collect([tmp_path / "b"]))}
+    assert alone["Clean images"].startswith("fedprox (round 1 of 10) classifies")
+    assert "fedprox with KNN (round 1 of 10) separates them best" in alone["Unknown images: digits"]
+
+
+def test_of_two_that_look_the_same_neither_is_ahead(tmp_path):
+    folders = [make_run(tmp_path / name, name, detectors=["msp"], samples=False) for name in ("fedavg", "fedprox")]
+    rows = (folders[0] / "rows.jsonl").read_text()
+    (folders[1] / "rows.jsonl").write_text(rows.replace('"fedavg', '"fedprox'))
+    texts = {one.title: one.text for one in findings(collect(folders))}
+    assert texts["Clean images"].endswith(", as much as fedprox.")
+    assert re.search(r"AUROC [\d.]+, level with fedprox with MSP, and", texts["Unknown images: digits"])
+    other = make_run(tmp_path / "other", alpha=5.0, samples=False)
+    (text,) = [one.text for one in findings(collect([*folders, other])) if one.title == "alpha = 0.5"]
+    assert text.count(", level with fedprox with MSP)") == 2
+
+
 def test_several_tables_say_what_is_level_and_nothing_is_best_alone(tmp_path):
     for alpha in (0.1, 0.5):
         for seed in (0, 1, 2):
@@ -916,6 +1050,37 @@ def test_lines_with_fewer_seeds_say_so(tmp_path):
     assert "fedrod (1 seed)" in latex_report(collection)
     assert "fedrod (1 seed)" in Page(html_report(collection, maps=0)).words()
     assert "Not every line is a mean over 3 seeds: fedrod has 1." in findings(collection)[-1].text
+
+
+def test_a_seed_that_diverged_is_marked_where_means_are_without_it(tmp_path):
+    for seed in (0, 1, 2):
+        make_run(tmp_path / f"a{seed}", seed=seed, samples=False)
+        make_run(tmp_path / f"f{seed}", "fedavg+foogd", seed=seed, samples=False)
+    whole = collect(find_runs([tmp_path]))
+    assert "NaN" not in markdown_report(whole)
+    assert "over 3 seeds" in paper_grid(whole.scenes[0]).title
+    path = tmp_path / "a2" / "rows.jsonl"
+    kept = [line for line in path.read_text().splitlines() if json.loads(line)["detector"] is None]
+    path.write_text("\n".join(kept) + "\n")
+    collection = collect(find_runs([tmp_path]))
+    (scene,) = collection.scenes
+    grid = paper_grid(scene)
+    assert "over 2 to 3 seeds" in grid.title
+    assert [grid.fewer_seeds(line) for line in grid.lines] == ["2 to 3 seeds", ""]
+    assert "over 2 to 3 seeds" in scene.report.headline().title
+    assert "over 2 to 3 seeds" in scene.report.matrix("digits", "auroc").title
+    for text in (markdown_report(collection), latex_report(collection), Page(html_report(collection, maps=0)).words()):
+        assert "fedavg (2 to 3 seeds)" in text
+    caution = "as where scores are NaN: fedavg, seed 2 (MSP, energy, KNN). Their means are over the other seeds alone"
+    assert caution in findings(collection)[-1].text
+
+
+def test_a_detector_that_a_seed_was_not_asked_for_is_no_sign_of_nan(tmp_path):
+    make_run(tmp_path / "a", seed=0, detectors=["msp", "energy"], samples=False)
+    make_run(tmp_path / "b", seed=1, detectors=["msp"], samples=False)
+    collection = collect(find_runs([tmp_path]))
+    assert "NaN" not in markdown_report(collection)
+    assert [line.seeds for line in paper_grid(collection.scenes[0]).lines] == [(2, 2)]
 
 
 def test_names_keep_their_letters_and_no_distance_is_negative(tmp_path):

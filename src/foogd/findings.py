@@ -10,10 +10,11 @@ from typing import final
 
 from .data.federation import LEFT_OUT
 from .errors import InputError
+from .evaluate import Row
 from .methods import METHODS, make_method, method_fields, split_name
 from .published import DOMAINS, OF_NODES, departures
 from .records import Collection, Record, Scene, shown
-from .report import Cell, Grid, Measure, Report, detector_name, paper_detector
+from .report import Cell, Grid, Measure, Report, detector_name, paper_detector, reported_detector
 from .runs import skipped_sentence
 
 # Which threshold a number is measured at.
@@ -41,10 +42,12 @@ class Entry:
     method: str
     detector: str
     cell: Cell
+    unfinished: str = ""  # how far its runs are, where they are not finished
 
     @property
     def who(self) -> str:
-        return f"{self.method} with {detector_name(self.detector)}" if self.detector else self.method
+        name = f"{self.method} with {detector_name(self.detector)}" if self.detector else self.method
+        return f"{name} ({self.unfinished})" if self.unfinished else name
 
 
 def findings(collection: Collection) -> list[Finding]:
@@ -57,7 +60,7 @@ def findings(collection: Collection) -> list[Finding]:
 def _short(scene: Scene) -> Iterator[Finding]:
     """One finding a table, for reports with several."""
     report = scene.report
-    clean, shifted = (ranking(report, Measure("accuracy", split)) for split in ("in", "in-c"))
+    clean, shifted = (_ranked(scene, Measure("accuracy", split)) for split in ("in", "in-c"))
     parts = [
         f"{ranked[0].who} classifies {ranked[0].cell.text()} % of the {words} images{_lead(ranked)}"
         for words, ranked in (("clean", clean), ("shifted", shifted))
@@ -66,15 +69,14 @@ def _short(scene: Scene) -> Iterator[Finding]:
     winners: dict[str, list[str]] = {}
     alone = True
     for name in report.out_sets():
-        ranked = ranking(report, Measure("auroc", "out", name, detected=True))
+        ranked = _ranked(scene, Measure("auroc", "out", name, detected=True))
         if ranked:
             alone = alone and len(ranked) == 1
-            level = f", level with {ranked[1].who}" if _is_level(ranked) else ""
-            winners.setdefault(ranked[0].who, []).append(f"{name} ({ranked[0].cell.mean:.1f}{level})")
+            winners.setdefault(ranked[0].who, []).append(f"{name} ({ranked[0].cell.mean:.1f}{_beside(ranked)})")
     best = "" if alone else " best"
     parts += [f"{who} finds {_listed(sets)}{best} (AUROC)" for who, sets in winners.items()]
     sentences = ["; ".join(parts) + "."] if parts else []
-    sentences += [one.text for one in _price(report)]
+    sentences += [one.text for one in _price(scene)]
     if sentences:
         yield Finding(scene.title, " ".join(sentences))
 
@@ -85,7 +87,7 @@ def _listed(words: Sequence[str]) -> str:
 
 def _long(scene: Scene) -> Iterator[Finding]:
     report = scene.report
-    clean, shifted = (ranking(report, Measure("accuracy", split)) for split in ("in", "in-c"))
+    clean, shifted = (_ranked(scene, Measure("accuracy", split)) for split in ("in", "in-c"))
     if clean:
         text = f"{clean[0].who} classifies {clean[0].cell.text()} % of the clean test images"
         yield Finding("Clean images", f"{text}{_lead(clean)}.")
@@ -99,7 +101,7 @@ def _long(scene: Scene) -> Iterator[Finding]:
             text += f" That is {where} its clean accuracy."
         yield Finding("Shifted images", text)
     for name in report.out_sets():
-        ranked = ranking(report, Measure("auroc", "out", name, detected=True))
+        ranked = _ranked(scene, Measure("auroc", "out", name, detected=True))
         if not ranked:
             continue
         best = ranked[0]
@@ -108,29 +110,32 @@ def _long(scene: Scene) -> Iterator[Finding]:
         text = f"{best.who} separates them: AUROC {best.cell.text()}"
         if len(ranked) > 1:
             text = f"Of {len(ranked)} pairs of method and detector, {best.who} separates them best: AUROC "
-            text += best.cell.text() + (f", level with {ranked[1].who}" if _is_level(ranked) else "")
+            text += best.cell.text() + _beside(ranked)
         if fpr:
             text += f", and {Cell(tuple(fpr)).text()} % of them pass where 95 % of IN do"
         reported = _of_the_paper(ranked)
         if reported and reported[0].who != best.who:
             text += f". Of the detectors that the paper uses, the best is {reported[0].who} ({reported[0].cell.text()})"
         yield Finding(f"Unknown images: {name}", f"{text}.")
-    yield from _price(report)
+    yield from _price(scene)
 
 
-def ranking(report: Report, measure: Measure) -> list[Entry]:
-    """All numbers of a measure, the best first."""
-    grid = report.grid([measure], lambda method, known: known if measure.detected else [""])
-    entries = [Entry(line.method, line.detector, line.cells[0]) for line in grid.lines if line.cells[0].values]
+def ranking(report: Report, measure: Measure, unfinished: Mapping[str, str] | None = None) -> list[Entry]:
+    """All numbers of a measure, the best first; what is `unfinished` only where nothing is finished."""
+    grid = report.grid([measure], lambda method, known: known if measure.detected else [""], unfinished=unfinished)
+    lines = [line for line in grid.lines if line.cells[0].values]
+    ready = [line for line in lines if not line.unfinished] or lines
+    entries = [Entry(line.method, line.detector, line.cells[0], line.unfinished) for line in ready]
     return sorted(entries, key=lambda entry: entry.cell.mean, reverse=not measure.smaller_is_better)
 
 
+def _ranked(scene: Scene, measure: Measure) -> list[Entry]:
+    return ranking(scene.report, measure, scene.unfinished)
+
+
 def _of_the_paper(ranked: list[Entry]) -> list[Entry]:
-    """Of each method the entry of the detector that the paper uses for it."""
-    known: dict[str, list[str]] = {}
-    for entry in ranked:
-        known.setdefault(entry.method, []).append(entry.detector)
-    return [entry for entry in ranked if entry.detector == paper_detector(entry.method, known[entry.method])]
+    """Of each method the entry of the detector that the paper uses for it, where there is one."""
+    return [entry for entry in ranked if entry.detector == reported_detector(entry.method)]
 
 
 def _lead(ranked: list[Entry]) -> str:
@@ -153,9 +158,21 @@ def _is_level(ranked: list[Entry]) -> bool:
     return spread > 0 and abs(first.mean - second.mean) <= spread
 
 
-def _price(report: Report) -> Iterator[Finding]:
-    """What the threshold does to shifted images, for the detectors of the paper."""
-    ranked = _of_the_paper(ranking(report, Measure("rejected", "in-c", detected=True)))
+def _beside(ranked: list[Entry]) -> str:
+    """Who is level with the first, as far as seeds or printed numbers tell; else empty."""
+    if len(ranked) < 2:
+        return ""
+    first, second = ranked[:2]
+    level = _is_level(ranked) or f"{first.cell.mean:.1f}" == f"{second.cell.mean:.1f}"
+    return f", level with {second.who}" if level else ""
+
+
+def _price(scene: Scene) -> Iterator[Finding]:
+    """What the threshold does to shifted images, for the detectors that the tables show."""
+    # Chosen as in the tables, and not by the numbers that are told here.
+    usual = {method: _usual(method, known) for method, known in scene.report.known_detectors.items()}
+    ranked = _ranked(scene, Measure("rejected", "in-c", detected=True))
+    ranked = [entry for entry in ranked if entry.detector in usual[entry.method]]
     if not ranked:
         return
     least, most = ranked[0], ranked[-1]
@@ -167,7 +184,7 @@ def _price(report: Report) -> Iterator[Finding]:
     if most.who != least.who:
         text += f" and {most.cell.text()} % for {most.who}"
     text += ", weighted over clients. Without any effect of the shift it would be 5 %."
-    yield Finding("The price of a threshold", " ".join([text, *_set_aside(report, least, most)]))
+    yield Finding("The price of a threshold", " ".join([text, *_set_aside(scene.report, least, most)]))
 
 
 def _set_aside(report: Report, *entries: Entry) -> Iterator[str]:
@@ -200,7 +217,7 @@ def _weak(collection: Collection) -> Iterator[Finding]:
     for scene in collection.scenes:
         place = f" ({scene.title})" if several else ""
         for name in scene.report.out_sets():
-            ranked = ranking(scene.report, Measure("auroc", "out", name, detected=True))
+            ranked = _ranked(scene, Measure("auroc", "out", name, detected=True))
             pairs += ranked
             if ranked:
                 top = ranked[0].cell.mean
@@ -221,7 +238,7 @@ def _weak(collection: Collection) -> Iterator[Finding]:
 
 def _costs(scene: Scene, place: str) -> list[tuple[float, str]]:
     """The corruption on which the method that is best on shifted images has the lowest accuracy."""
-    shifted = ranking(scene.report, Measure("accuracy", "in-c"))
+    shifted = _ranked(scene, Measure("accuracy", "in-c"))
     if not shifted:
         return []
     best = shifted[0].method
@@ -302,7 +319,7 @@ def scene_grid(
         chosen,
         settings=printed if scope == "weighted" else None,
         departs={group.label: departures(group.settings) for group in scene.groups},
-        unfinished={group.label: group.unfinished for group in scene.groups},
+        unfinished=scene.unfinished,
         withheld={group.label: OF_NODES for group in scene.groups if group.flower},
         scope=scope,
     )
@@ -329,33 +346,39 @@ def domain_means(collection: Collection) -> list[tuple[str, Grid]]:
     for scene in collection.scenes:
         if dict(scene.setting).get("leave_out"):
             alike.setdefault(repr([pair for pair in scene.setting if pair[0] != "leave_out"]), []).append(scene)
-    found = []
-    for scenes in alike.values():
-        domains = [str(dict(scene.setting)["leave_out"]) for scene in scenes]
-        merged = _in_every(scenes)
-        if len(scenes) < 2 or not merged.rows:
-            continue
-        groups = [group for scene in scenes for group in scene.groups]
-        # Averages are printed over all domains; over fewer there is nothing to compare with.
-        over = {"leave_out": "all" if set(domains) == DOMAINS else "some"}
-        grid = merged.grid(
-            merged.paper_columns(),
-            _usual,
-            settings={g.label: {} if g.stand_in else {**g.settings, **over} for g in groups},
-            departs={g.label: departures(g.settings) for g in groups},
-            unfinished={g.label: g.unfinished for g in sorted(groups, key=lambda group: bool(group.unfinished))},
-            withheld={g.label: OF_NODES for g in groups if g.flower},
-        )
-        rest = scenes[0].title_without("leave_out")
-        found.append((f"{rest}{', ' if rest else ''}mean over leave_out = {', '.join(domains)}", grid))
-    return found
+    merged = [(scenes, _in_every(scenes)) for scenes in alike.values() if len(scenes) > 1]
+    return [_domain_mean(scenes, report) for scenes, report in merged if report.rows]
+
+
+def _domain_mean(scenes: Sequence[Scene], merged: Report) -> tuple[str, Grid]:
+    """Title and numbers of one table of means; what a domain has no number of stays empty."""
+    domains = [str(dict(scene.setting)["leave_out"]) for scene in scenes]
+    groups = [group for scene in scenes for group in scene.groups]
+    whole = Report.of(row for scene in scenes for row in scene.report.rows)
+    # Averages are printed over all domains; over fewer there is nothing to compare with.
+    over = {"leave_out": "all" if set(domains) == DOMAINS else "some"}
+    grid = merged.grid(
+        merged.paper_columns(),
+        lambda method, known: _usual(method, whole.known_detectors.get(method, [])),
+        settings={g.label: {} if g.stand_in else {**g.settings, **over} for g in groups},
+        departs={g.label: departures(g.settings) for g in groups},
+        unfinished={g.label: g.unfinished for g in sorted(groups, key=lambda group: bool(group.unfinished))},
+        withheld={g.label: OF_NODES for g in groups if g.flower},
+    )
+    rest = scenes[0].title_without("leave_out")
+    return f"{rest}{', ' if rest else ''}mean over leave_out = {', '.join(domains)}", grid
 
 
 def _in_every(scenes: Sequence[Scene]) -> Report:
-    """The rows of the methods and seeds that every scene has: their mean is the mean over scenes."""
-    had = [{(group.label, record.seed) for group in scene.groups for record in group.records} for scene in scenes]
-    common = set.intersection(*had)
-    return Report.of(row for scene in scenes for row in scene.report.rows if (row.method, row.seed) in common)
+    """The rows of what every scene has of a method and seed: their mean is the mean over scenes."""
+
+    def about(row: Row) -> tuple[object, ...]:
+        # What is shifted is another set in every scene: the domain left out.
+        name = row.dataset if row.split == "out" else ""
+        return row.method, row.seed, row.scope, row.metric, row.split, row.detector, name
+
+    common = set.intersection(*({about(row) for row in scene.report.rows} for scene in scenes))
+    return Report.of(row for scene in scenes for row in scene.report.rows if about(row) in common)
 
 
 def joint_grid(scene: Scene) -> Grid | None:
@@ -438,7 +461,7 @@ def _cautions(collection: Collection) -> Iterator[Finding]:
     if all(len(group.records) == 1 for group in collection.groups):
         parts.append("Each method ran with one seed: small differences may be chance.")
     else:
-        parts += _fewer_seeds(collection)
+        parts += [*_fewer_seeds(collection), *_without_numbers(collection)]
     made_up = list(dict.fromkeys(record.stand_in for record in records if record.stand_in))
     if made_up:
         parts.insert(0, f"NOT REAL DATA: the images of {', '.join(made_up)} are made up.")
@@ -503,6 +526,33 @@ def _fewer_seeds(collection: Collection) -> list[str]:
     fewer = [f"{name} has {count}" for name, count in counts.items() if count < most]
     more = f" and {len(fewer) - 3} more have fewer" if len(fewer) > 3 else ""
     return [f"Not every line is a mean over {most} seeds: {', '.join(fewer[:3])}{more}."] if fewer else []
+
+
+def _without_numbers(collection: Collection) -> list[str]:
+    """Which runs lack a detector that other seeds of their line have: a model that has diverged gives no scores."""
+    lacking = []
+    for scene in collection.scenes:
+        for group in scene.groups:
+            own = [
+                {row.detector for row in record.rows if row.round == record.last_round} for record in group.records
+            ]
+            known = set.union(*own)
+            for record, found in zip(group.records, own, strict=True):
+                names = [detector_name(name) for name in record.settings["detectors"] if name in known - found]
+                if names:
+                    who = f"{group.label} ({scene.title})" if scene.title else group.label
+                    lacking.append(f"{who}, seed {record.seed} ({_some(names)})")
+    if not lacking:
+        return []
+    return [
+        f"Detectors without numbers in some seeds, as where scores are NaN: {_some(lacking, '; ')}. Their means are "
+        "over the other seeds alone, and may be too good."
+    ]
+
+
+def _some(words: Sequence[str], between: str = ", ") -> str:
+    """The first three of the words, and how many more there are."""
+    return between.join(words[:3]) + (f" and {len(words) - 3} more" if len(words) > 3 else "")
 
 
 def headline(collection: Collection) -> str:

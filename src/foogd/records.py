@@ -40,6 +40,9 @@ _SAME = WHERE | {
     "on_bad",
 }
 ON_FLOWER = "on_flower"  # beside the settings: whether the nodes of Flower brought the images
+IMAGES = "images"  # beside the settings: what the IN data calls itself, as "fashion (stand-in)" does
+HASH = "content_hash"  # beside the settings, where names are not enough: the hash of the training images
+_SHOWN = 8  # digits of a hash that a title shows
 # What shares images out, and says nothing about images that nodes bring.
 _SHARING = frozenset(
     {"out", "test_share", "sites", "leave_out", "partition", "alpha", "classes_per_client", "min_size"}
@@ -72,6 +75,7 @@ class Record:
     outs: Mapping[str, str] | None = None  # the OUT sets that are looked at, as in `tested`; None: all
     flower: bool = False  # whether it was made on Flower, where the nodes bring their data
     idle: frozenset[str] = frozenset()  # settings that tell nothing about it beside other runs
+    hashed: bool = False  # whether only a hash tells its training images from those of other runs
 
     @property
     def method(self) -> str:
@@ -105,6 +109,13 @@ class Record:
         name = str(self.partition.get("data", ""))
         return name if name.endswith(SUFFIX) else ""
 
+    @property
+    def images(self) -> dict[str, str]:
+        """What is known of its IN images; nothing where nodes of Flower brought theirs."""
+        keys = {IMAGES: "data", **({HASH: HASH} if self.hashed else {})}
+        found = {} if self.flower else {key: self.partition.get(name, "") for key, name in keys.items()}
+        return {key: value for key, value in found.items() if value}
+
     @cached_property
     def samples(self) -> Samples | None:
         found = read_samples(self.folder) if self.answers else None
@@ -117,7 +128,8 @@ class Record:
     def compared(self) -> dict[str, Any]:
         """What it is told from other runs by."""
         settings = {key: value for key, value in self.settings.items() if key not in _SAME | self.idle}
-        return {ON_FLOWER: self.flower, **settings, **({} if self.outs is None else {"out": list(self.outs)})}
+        outs = {} if self.outs is None else {"out": list(self.outs)}
+        return {ON_FLOWER: self.flower, **settings, **outs, **self.images}
 
     @property
     def tested(self) -> dict[str, str] | None:
@@ -205,6 +217,11 @@ class Scene:
             "clients = one a domain" if (key, value) == by_domain else in_words(key, value, " = ")
             for key, value in told
         )
+
+    @property
+    def unfinished(self) -> dict[str, str]:
+        """How far the groups are that are not finished."""
+        return {group.label: group.unfinished for group in self.groups if group.unfinished}
 
     @cached_property
     def history(self) -> Report:
@@ -304,7 +321,9 @@ def read_record(folder: Path) -> Record:
         partition.pop(key, None)
     rounds = read_rounds(folder)
     _check(folder / ENVIRONMENT, environment, {"versions": dict})
-    kinds = {"data": str, "classes": list, "counts": list, "client_names": list, "skipped": dict, _LEAKS: dict}
+    kinds = {
+        "data": str, HASH: str, "classes": list, "counts": list, "client_names": list, "skipped": dict, _LEAKS: dict,
+    }  # fmt: skip
     _check(folder / PARTITION, partition, kinds)
     for line in rounds:
         _check(folder / ROUNDS, line, _ROUND)
@@ -357,7 +376,7 @@ def collect(folders: Sequence[Path]) -> Collection:
         if len(unread) == len(folders) > 0:
             raise unread[0]
         raise InputError(f"there is nothing to report: none of {len(folders)} runs has an evaluated round")
-    records = _on_shared_outs(_without_idle(records), notes)
+    records = _on_shared_outs(_told_by_hash(_without_idle(records), notes), notes)
     in_setting = [key for key in _varying(records) if _is_of_run(key)]
     in_variant = {
         method: [key for key in _varying([r for r in records if r.method == method]) if not _is_of_run(key)]
@@ -424,12 +443,8 @@ def _on_shared_outs(records: Sequence[Record], notes: list[str]) -> list[Record]
 
     Every number is of one OUT set, so sets that were added later do not make another experiment.
     """
-    others = [key for key in _varying(records) if _is_of_run(key) and key != "out"]
-    alike: dict[str, list[int]] = {}
-    for place, record in enumerate(records):
-        alike.setdefault(repr(_told(record, others)), []).append(place)
     found, left_out = list(records), dict[str, tuple[int, int]]()
-    for places in alike.values():
+    for places in _but_for_outs(records):
         tested = [records[place].tested for place in places]
         if None in tested:
             continue
@@ -450,6 +465,38 @@ def _on_shared_outs(records: Sequence[Record], notes: list[str]) -> list[Record]
     return found
 
 
+def _told_by_hash(records: Sequence[Record], notes: list[str]) -> list[Record]:
+    """The records, with the hash of their training images where runs of one seed and name trained on other images.
+
+    Between seeds it may differ: where a data set has no test images of its own, the seed decides which are held out.
+    """
+    found, names = list(records), dict[str, None]()
+    for places in _but_for_outs(records):
+        hashes: dict[int, set[str]] = {}
+        for place in places:
+            if HASH in records[place].partition and not records[place].flower:
+                hashes.setdefault(records[place].seed, set()).add(records[place].partition[HASH])
+        if any(len(several) > 1 for several in hashes.values()):
+            for place in places:
+                found[place] = replace(records[place], hashed=True)
+            names[records[places[0]].images.get(IMAGES, "one name")] = None
+    for name in names:
+        notes.append(
+            f"Runs of one seed trained on different images, which all go by {name}: they stand in tables of their own, "
+            f"with the first digits of the images' hash ({HASH} in {PARTITION}) in the title."
+        )
+    return found
+
+
+def _but_for_outs(records: Sequence[Record]) -> list[list[int]]:
+    """The places of runs whose tables would differ in the OUT sets alone."""
+    others = [key for key in _varying(records) if _is_of_run(key) and key != "out"]
+    alike: dict[str, list[int]] = {}
+    for place, record in enumerate(records):
+        alike.setdefault(repr(_told(record, others)), []).append(place)
+    return list(alike.values())
+
+
 def _without_idle(records: Sequence[Record]) -> list[Record]:
     """The records, those on Flower without settings that share images out: their nodes bring them.
 
@@ -462,7 +509,7 @@ def _without_idle(records: Sequence[Record]) -> list[Record]:
 
 def _is_of_run(key: str) -> bool:
     """Whether it makes a table of its own, and is no setting of a method."""
-    return key in _DEFAULTS or key == ON_FLOWER
+    return key in _DEFAULTS or key in (ON_FLOWER, IMAGES, HASH)
 
 
 def _told(record: Record, keys: Iterable[str]) -> Settings:
@@ -513,9 +560,13 @@ def sortable(value: Any) -> tuple[int, float, str]:
 
 
 def in_words(key: str, value: Any, sign: str = "=") -> str:
-    """A setting with its value, and where a run was made."""
+    """A setting with its value, where a run was made, and on which images."""
     if key == ON_FLOWER:
         return "on Flower" if value else "simulated"
+    if key == IMAGES:
+        return f"images of {value}"
+    if key == HASH:
+        return f"training images with hash {value[:_SHOWN]}"
     return f"{key}{sign}{shown(value)}"
 
 

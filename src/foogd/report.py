@@ -141,8 +141,10 @@ class Line:
     withheld: str = ""  # why published numbers do not stand beside it, though its settings have some
 
     @property
-    def seeds(self) -> int:
-        return max((len(cell.values) for cell in self.cells), default=0)
+    def seeds(self) -> tuple[int, int]:
+        """The fewest and the most seeds that a number of it is over: a seed may lack some, as after NaN."""
+        counts = [len(cell.values) for cell in self.cells if cell.values] or [0]
+        return min(counts), max(counts)
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -183,9 +185,9 @@ class Grid:
         return any(cell.published for line in self.lines for cell in line.cells)
 
     def fewer_seeds(self, line: Line) -> str:
-        """The number of a line's seeds where others have more; else empty."""
-        most = max((other.seeds for other in self.lines), default=0)
-        return "" if line.seeds in (0, most) else f"{line.seeds} seed{'' if line.seeds == 1 else 's'}"
+        """The number of a line's seeds where others have more, or some of its own numbers have; else empty."""
+        most = max((other.seeds[1] for other in self.lines), default=0)
+        return "" if line.seeds[0] in (0, most) else _seeds(line.seeds)
 
     def _name(self, line: Line, dagger: str) -> str:
         count = self.fewer_seeds(line)
@@ -262,6 +264,12 @@ class Grid:
         ]
 
 
+def _seeds(counts: Collection[int]) -> str:
+    """How many seeds numbers are over, in words."""
+    low, high = min(counts), max(counts)
+    return f"{high if low == high else f'{low} to {high}'} seed{'' if high == 1 else 's'}"
+
+
 def _or_empty(value: float | None) -> float | str:
     return "" if value is None else value
 
@@ -317,9 +325,14 @@ def detector_name(detector: str) -> str:
     return NAMES.get(detector, detector) or "–"
 
 
-def paper_detector(method: str, known: Sequence[str]) -> str | None:
+def reported_detector(method: str) -> str:
     """The detector that the paper reports a method with: the score norm for FOOGD, MSP for all others."""
-    wanted = "score_norm" if method.partition(",")[0].endswith("+foogd") else "msp"
+    return "score_norm" if method.partition(",")[0].endswith("+foogd") else "msp"
+
+
+def paper_detector(method: str, known: Sequence[str]) -> str | None:
+    """The detector that the paper reports a method with, or the first that is known where that one is not."""
+    wanted = reported_detector(method)
     return wanted if wanted in known else next(iter(known), None)
 
 
@@ -423,11 +436,10 @@ class Report:
         sets = self.out_sets()
         columns = ["method", "detector", "ACC-IN", "ACC-IN-C"]
         columns += [f"{metric} {name}" for name in sets for metric in ("FPR95", "AUROC")]
-        lines = []
+        lines: list[_Numbers] = []
         for method in self.methods():
             accuracies = [
-                _percent(self.values(method=method, metric="accuracy", split=split, scope=scope))
-                for split in ("in", "in-c")
+                self.values(method=method, metric="accuracy", split=split, scope=scope) for split in ("in", "in-c")
             ]
             found = []
             for detector in self.detectors():
@@ -437,28 +449,28 @@ class Report:
                     for metric in ("fpr95", "auroc")
                 ]
                 if any(numbers):
-                    found.append((method, detector_name(detector), *accuracies, *map(_percent, numbers)))
+                    found.append(((method, detector_name(detector)), [*accuracies, *numbers]))
             # A method that nothing was detected with still has its accuracies.
-            lines += found or [(method, _percent([]), *accuracies, *(_percent([]) for _ in columns[4:]))]
-        return Table(self._title(scope), tuple(columns), tuple(lines))
+            lines += found or [((method, _percent([])), [*accuracies, *([] for _ in columns[4:])])]
+        return self._table(columns, lines, scope)
 
     def matrix(self, dataset: str, metric: str, scope: str = "weighted") -> Table:
         """One metric against one OUT set: a line for each method, a column for each detector."""
         detectors = self.detectors()
-        lines = []
+        lines: list[_Numbers] = []
         for method in self.methods():
             found = [
                 self.values(method=method, metric=metric, split="out", scope=scope, detector=name, dataset=dataset)
                 for name in detectors
             ]
-            lines.append((method, *map(_percent, found)))
+            lines.append(((method,), found))
         columns = ("method", *(detector_name(name) for name in detectors))
-        return Table(f"{metric.upper()} against {dataset}, {self._title(scope)}", columns, tuple(lines))
+        return self._table(columns, lines, scope, before=f"{metric.upper()} against {dataset}, ")
 
     def joint(self, scope: str = "weighted") -> Table:
         """Eq. 1 and 2 together: what is rejected where 95 % of IN pass, accuracy on the rest, both against OUT."""
         columns = ("method", "detector", "IN-C rejected", "ACC accepted IN", "ACC accepted IN-C", "AUROC IN+IN-C / OUT")
-        lines = []
+        lines: list[_Numbers] = []
         for method in self.methods():
             for detector in self.detectors():
                 found = [
@@ -471,14 +483,14 @@ class Report:
                     )
                 ]
                 if any(found):
-                    lines.append((method, detector_name(detector), *map(_percent, found)))
-        return Table(f"{self._title(scope)}, threshold at 95 % of IN accepted", columns, tuple(lines))
+                    lines.append(((method, detector_name(detector)), found))
+        return self._table(columns, lines, scope, after=", threshold at 95 % of IN accepted")
 
     def thresholds(self, scope: str = "weighted") -> Table:
         """What is rejected at the thresholds that 95 % of the images set aside pass; no lines where none were."""
         sets = self.out_sets()
         columns = ("method", "detector", "IN rejected", "IN-C rejected", *(f"{name} rejected" for name in sets))
-        lines = []
+        lines: list[_Numbers] = []
         for method in self.methods():
             for detector in self.detectors():
                 found = [
@@ -489,8 +501,8 @@ class Report:
                     for split, dataset in (("in", None), ("in-c", None), *(("out", name) for name in sets))
                 ]  # fmt: skip
                 if any(found):
-                    lines.append((method, detector_name(detector), *map(_percent, found)))
-        return Table(f"{self._title(scope)}, thresholds of the clients from images set aside", columns, tuple(lines))
+                    lines.append(((method, detector_name(detector)), found))
+        return self._table(columns, lines, scope, after=", thresholds of the clients from images set aside")
 
     def grid(
         self,
@@ -519,7 +531,8 @@ class Report:
                 cells = [replace(cell, published=None) for cell in cells] if why else cells
                 other = tuple((departs or {}).get(method, ())) if found and not why else ()
                 lines.append(Line(method, detector, tuple(cells), other, (unfinished or {}).get(method, ""), why))
-        return Grid(self._title(scope), tuple(columns), mark_best(columns, lines), scope)
+        title = self._title(scope, [cell.values for line in lines for cell in line.cells])
+        return Grid(title, tuple(columns), mark_best(columns, lines), scope)
 
     def _cell(
         self, method: str, detector: str, column: Measure, settings: Mapping[str, Any] | None, scope: str
@@ -581,15 +594,22 @@ class Report:
                 found.append(Measure(row.metric, row.split, None, False, row.corruption, row.severity))
         return list(dict.fromkeys(found))
 
-    def _title(self, scope: str) -> str:
-        seeds: dict[str, set[int]] = {}
-        for row in self.rows:
-            seeds.setdefault(row.method, set()).add(row.seed)
-        counts = sorted({len(found) for found in seeds.values()})
-        if not counts or counts[-1] == 1:
-            return f"in %, {scope} over clients"
-        words = str(counts[-1]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-        return f"in %, {scope} over clients, mean ± deviation over {words} seeds"
+    def _table(
+        self, columns: Sequence[str], lines: Sequence[_Numbers], scope: str, before: str = "", after: str = ""
+    ) -> Table:
+        """A table of means, with words around what its title says of them."""
+        title = self._title(scope, [values for _, numbers in lines for values in numbers])
+        rows = tuple((*names, *map(_percent, numbers)) for names, numbers in lines)
+        return Table(f"{before}{title}{after}", tuple(columns), rows)
+
+    def _title(self, scope: str, numbers: Iterable[Sequence[float]]) -> str:
+        """What the numbers of a table are, and over how many seeds."""
+        counts = {len(values) for values in numbers if values} or {len(self.seeds())}
+        seeds = f", mean ± deviation over {_seeds(counts)}" if max(counts) > 1 else ""
+        return f"in %, {scope} over clients{seeds}"
+
+
+_Numbers = tuple[tuple[str, ...], Sequence[Sequence[float]]]  # whose a line of a table is, and its values, one a seed
 
 
 def _percent(values: Sequence[float]) -> str:

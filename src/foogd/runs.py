@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import io
 import json
+import math
 import os
 import platform
 import shutil
@@ -788,6 +789,9 @@ def read_rows(folder: Path) -> list[Row]:
     for number, line in enumerate(read_lines(folder / ROWS), start=1):
         if line.keys() != hints.keys() or not all(isinstance(line[key], hint) for key, hint in hints.items()):
             raise InputError(f"{folder / ROWS} is damaged: line {number} is not a row")
+        if not -math.inf < line["weight"] < math.inf:  # Python reads NaN and Infinity, which JSON does not have
+            about = f"line {number} has the weight {line['weight']}; a finite number is needed"
+            raise InputError(f"{folder / ROWS} is damaged: {about}")
         rows.append(Row(**line))
     return rows
 

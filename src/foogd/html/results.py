@@ -166,6 +166,8 @@ def corruptions(collection: Collection) -> Html:
 def _by_method(scene: Scene, kinds: Sequence[str]) -> Html:
     methods = scene.report.methods()
     settings = {group.label: {} if group.stand_in or group.flower else group.settings for group in scene.groups}
+    # What is not finished is no better than what is.
+    ready = [method for method in methods if method not in scene.unfinished] or methods
     rows, compared = [], set()
     for kind in kinds:
         cells = {}
@@ -174,13 +176,14 @@ def _by_method(scene: Scene, kinds: Sequence[str]) -> Html:
             printed = published(settings[method], metric="accuracy", split="in-c", corruption=kind) if values else None
             cells[method] = Cell(tuple(values), printed)
             compared |= {method} if printed else set()
-        found = [f"{cell.mean:.1f}" for cell in cells.values() if cell.values]
-        best = max(found, key=float, default="") if len(found) > 1 else ""
+        found = [f"{cells[method].mean:.1f}" for method in ready if cells[method].values]
+        several = sum(bool(cell.values) for cell in cells.values()) > 1
+        best = max(found, key=float, default="") if several else ""
         row = [Shown(spoken(kind))]
-        for cell in cells.values():
+        for method, cell in cells.items():
             if cell.values:
                 content = join(number_text(cell.mean, cell.deviation), published_text(cell))
-                row.append(Shown(content, cell.mean, best=f"{cell.mean:.1f}" == best))
+                row.append(Shown(content, cell.mean, best=method in ready and f"{cell.mean:.1f}" == best))
             else:
                 row.append(EMPTY)
         rows.append(row)
