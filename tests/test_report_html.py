@@ -7,6 +7,7 @@ import io
 import json
 import re
 import shutil
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from foogd.published import DOMAINS, departures, published
 from foogd.records import collect, find_runs, read_record
 from foogd.report import Cell, Measure, Report, latex_text, paper_detector
 from foogd.settings import read_preset, resolve
-from made_runs import make_run
+from made_runs import make_answers, make_run
 
 VOID = {"meta", "br", "input", "col", "hr"}
 NASTY = """<img src=x onerror="alert('1')">&amp;"""
@@ -267,6 +268,27 @@ def test_the_page_says_how_many_images_were_tested(demo, page, tmp_path):
     words = section(html_report(collect(find_runs([tmp_path]))), "results")
     assert words.count("Test images") == 2
     assert words.count("120 of digits") == 1
+
+
+def test_an_out_set_of_few_images_is_a_caution(tmp_path, monkeypatch):
+    monkeypatch.setattr("made_runs.make_answers", partial(make_answers, images=19))
+    make_run(tmp_path / "a", rounds=2)
+    (note,) = [one.text for one in findings(collect(find_runs([tmp_path]))) if one.title == "To keep in mind"]
+    assert "OUT sets of fewer than 20 images, whose numbers mean little: fashion_out (19), digits (19)." in note
+    monkeypatch.setattr("made_runs.make_answers", partial(make_answers, images=20))
+    make_run(tmp_path / "b" / "a", rounds=2)
+    assert "mean little" not in str(findings(collect(find_runs([tmp_path / "b"]))))
+
+
+def test_clients_that_differ_are_called_by_the_names_of_their_sites(tmp_path):
+    folder = make_run(tmp_path / "a", rounds=2)
+    partition = json.loads((folder / "partition.json").read_text())
+    assert "client 0 has" in str(findings(collect(find_runs([tmp_path]))))
+    partition["client_names"] = ["east", "west", "north", "south"]
+    (folder / "partition.json").write_text(json.dumps(partition))
+    text = str(findings(collect(find_runs([tmp_path]))))
+    assert "client 0 east has" in text
+    assert "client 3 south" in text
 
 
 def test_a_choice_of_images_is_no_count_of_a_set(tmp_path, monkeypatch):

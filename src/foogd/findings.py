@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
-from .data.federation import LEFT_OUT
+from .data.federation import LEFT_OUT, client_labels
 from .errors import InputError
 from .evaluate import Row
 from .methods import METHODS, make_method, method_fields, split_name
@@ -22,6 +22,7 @@ AT_IN = "each client's threshold lets 95 % of its IN test images pass"
 AT_SET_ASIDE = "each client's threshold lets 95 % of its training images set aside pass; no test image has a part in it"
 HARD = 80.0  # an AUROC below it is called hard, in %
 NEAR = 2.0  # points from a published number that still count as near
+FEW = 20  # images of an OUT set: with fewer, each of them moves FPR95 by more than 5 points
 
 
 @final
@@ -260,15 +261,17 @@ def _gaps(scene: Scene, place: str) -> list[tuple[float, str]]:
             own = {
                 row.client: row.value
                 for row in record.rows
-                if (row.scope, row.split, row.metric) == ("client", "in", "accuracy")
+                if (row.scope, row.split, row.metric) == ("client", "in", "accuracy") and row.client is not None
             }
             if len(own) > 1:
-                low, high = min(own, key=lambda c: own[c]), max(own, key=lambda c: own[c])
+                (worst, low), (best, high) = (choose(own.items(), key=lambda pair: pair[1]) for choose in (min, max))
+                labels = client_labels(record.partition.get("client_names", ()), record.clients)
+                one, other = (dict(enumerate(labels)).get(client, client) for client in (worst, best))
                 text = (
-                    f"Clients differ: with {group.label}, seed {record.seed}{place}, client {low} has "
-                    f"{100 * own[low]:.0f} % on its clean images and client {high} {100 * own[high]:.0f} %."
+                    f"Clients differ: with {group.label}, seed {record.seed}{place}, client {one} has "
+                    f"{100 * low:.0f} % on its clean images and client {other} {100 * high:.0f} %."
                 )
-                found.append((own[high] - own[low], text))
+                found.append((high - low, text))
     return found
 
 
@@ -495,9 +498,24 @@ def _cautions(collection: Collection) -> Iterator[Finding]:
             skipped[name] = max(skipped.get(name, 0), count)
     if skipped:
         parts.append(skipped_sentence(skipped))
+    few = _few_images(records)
+    if few:
+        named = ", ".join(f"{name} ({count})" for name, count in few.items())
+        parts.append(f"OUT sets of fewer than {FEW} images, whose numbers mean little: {named}.")
     parts += collection.notes
     if parts:
         yield Finding("To keep in mind", " ".join(parts), "note")
+
+
+def _few_images(records: Sequence[Record]) -> dict[str, int]:
+    """The OUT sets with so few images that one of them moves AUROC by points, and how many they have."""
+    found = {}
+    for record in records:
+        for one in record.samples.of("out") if record.samples is not None else ():
+            images = len(set(one.index.tolist()))
+            if 0 < images < FEW:
+                found[one.name] = images
+    return found
 
 
 def _adapts(record: Record) -> bool:
