@@ -8,20 +8,25 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
-from foogd import InputError, bench, load
+from foogd import Config, InputError, bench, load
 from foogd.cli import main
 from foogd.cli_parts import rich_table
+from foogd.cli_settings import method_groups, run_groups
+from foogd.data.corrupt import CORRUPTIONS
 from foogd.detect import DETECTORS
 from foogd.methods import PROFILES, method_names
+from foogd.nets import BACKBONES
 from foogd.report import Table
 from foogd.runs import Run, alone, load_checkpoint, load_private_values, load_values, read_rows
-from foogd.settings import read_preset, read_run_config
+from foogd.settings import read_preset, read_run_config, resolve
 
 MINE = """
 from dataclasses import dataclass
@@ -436,7 +441,7 @@ def test_the_demo_says_how_far_evaluations_are(foogd, monkeypatch):
 # Help and lists
 
 
-@pytest.mark.parametrize("command", ["run", "evaluate", "demo", "methods", "detectors"])
+@pytest.mark.parametrize("command", ["run", "evaluate", "demo", "methods", "detectors", "settings"])
 def test_help_says_what_a_command_does_and_shows_an_example(foogd, command):
     code, printed, _ = foogd(command, "--help")
     assert "\\" not in printed  # meant for a screen that reads marks
@@ -473,13 +478,49 @@ def test_bench_prints_a_table(foogd, monkeypatch):
 def test_lists_name_everything(foogd):
     code, printed, _ = foogd("methods")
     assert code == 0
-    for name in (*method_names(), "lambda_a", "prior_smoothing", "NeurIPS 2024"):
+    for name in (*method_names(), "lambda_a", "prior_smoothing", "profile", "NeurIPS 2024"):
         assert name in printed
     code, printed, _ = foogd("detectors")
     assert code == 0
     for name, detector in DETECTORS.items():
         assert name in printed
         assert detector.paper in printed
+
+
+def test_every_setting_of_a_run_is_listed_once_with_what_it_may_be(foogd):
+    code, printed, _ = foogd("settings")
+    assert code == 0
+    first = [line.split()[0] for line in printed.splitlines() if line.strip()]
+    for item in fields(Config):
+        assert first.count(item.name) == 1
+        for choice in item.metadata.get("choices", ()):
+            assert repr(choice) in printed
+    for name in (*BACKBONES, *CORRUPTIONS, *PROFILES, "foogd methods"):
+        assert name in printed
+
+
+def test_settings_are_listed_by_name_those_of_methods_too(foogd):
+    code, printed, _ = foogd("settings", "lr", "profile", "lambda_m", "views")
+    assert code == 0
+    first = [line.split()[0] for line in printed.splitlines() if line.strip()]
+    assert {"Training", "lr", "lambda_m", "profile", "views"} <= set(first)
+    assert not {"momentum", "lambda_a", "Clients"} & set(first)
+    assert "Of +foogd" in printed
+    assert "'fixed', 'paper', 'released'" in printed
+
+
+def test_defaults_are_listed_as_a_file_takes_them():
+    lines = [line for lines in run_groups().values() for line in lines]
+    lines += [line for line in method_groups()["Of +foogd"] if line.name != "profile"]
+    given = tomllib.loads("\n".join(f"{line.name} = {line.default}" for line in lines))
+    assert resolve({}, given) == resolve({}, {})
+
+
+def test_a_setting_that_is_not_known_is_guessed_in_a_short_sentence(refused):
+    assert refused("settings", "rounds", "lamda_m") == (
+        "foogd: setting 'lamda_m' is not known (did you mean 'lambda_m'?): foogd settings lists those of a run, "
+        "foogd methods those of methods"
+    )
 
 
 # Bad input

@@ -27,6 +27,10 @@ def test_the_page_of_methods_is_what_the_code_says():
     assert (ROOT / "docs" / "methods.md").read_text() == tool("methods_page").page(), "run python tools/methods_page.py"
 
 
+def test_the_page_of_settings_is_what_the_code_says():
+    assert (ROOT / "docs" / "settings.md").read_text() == tool("settings_page").page(), "run tools/settings_page.py"
+
+
 def test_the_tables_of_the_reproduction_are_what_its_rows_say():
     text = (ROOT / "docs" / "reproduction.md").read_text()
     assert text == tool("reproduction_page").page(text), "run python tools/reproduction_page.py"
