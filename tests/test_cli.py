@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import platform
 import re
 import runpy
 import shutil
@@ -16,9 +17,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from foogd import Config, InputError, bench, load
+from foogd import Config, InputError, __version__, bench, load
 from foogd.cli import main
-from foogd.cli_parts import rich_table
+from foogd.cli_parts import ORDER, rich_table
 from foogd.cli_settings import method_groups, run_groups
 from foogd.data.corrupt import CORRUPTIONS
 from foogd.detect import DETECTORS
@@ -454,6 +455,23 @@ def test_without_words_the_commands_are_shown(foogd):
     assert code == 0
     for command in ("run", "evaluate", "demo", "methods", "detectors"):
         assert command in printed
+
+
+def test_help_lists_every_command_in_the_order_in_which_people_need_them(foogd):
+    _, printed, _ = foogd("--help")
+    listed = printed.partition("Commands:")[2].splitlines()
+    assert tuple(line.split()[0] for line in listed if re.match(r"  \w", line)) == ORDER
+    assert "detects what nobody trained on" in " ".join(printed.split())
+
+
+def test_the_version_is_told_with_those_that_decide_a_result(foogd, monkeypatch):
+    monkeypatch.setattr("foogd.runs.source_commit", lambda: "0123")
+    said = f"foogd {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    assert foogd("--version") == (0, f"{said}, commit 0123\n", "")
+    monkeypatch.setattr("foogd.runs.source_commit", lambda: None)  # installed without its repository
+    assert foogd("--version") == (0, f"{said}\n", "")
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert project["version"] == __version__
 
 
 def test_names_alone_are_for_scripts(foogd):

@@ -27,6 +27,7 @@ from rich.progress import (
 )
 from rich.table import Table as RichTable
 
+from . import __version__
 from .cli_data import data_app, decode
 from .cli_flower import flower_app
 from .cli_parts import SHOWN, Set, console, make_app, open_or_create, remark, rich_table, say, whole_number
@@ -62,6 +63,24 @@ app.add_typer(flower_app, name="flower")
 add_study_commands(app)
 add_report_commands(app)
 add_settings_command(app)
+
+
+def show_version(asked: bool) -> None:
+    """What a report of a fault should name."""
+    if asked:
+        about = environment(torch.device("cpu"))
+        commit = f", commit {about['commit']}" if about["commit"] else ""
+        say(f"foogd {__version__}, torch {about['versions']['torch']}, Python {about['python']}{commit}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the versions and exit.", callback=show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options of the command itself; its help stands where the app is made."""
 
 
 @app.command()
