@@ -572,14 +572,15 @@ FOOGD = (*TRY[:-1], "fedavg+foogd")
         (["run", "table.toml"], ["[fogd]", "[foogd]"]),
         (["run", "folder.toml"], ["folder.toml is not a file"]),
         # methods
-        (["run", "tiny.toml", "--method", "fedfoo"], ["'fedfoo'", "fedrod+foogd", "file.py:Class"]),
+        (["run", "tiny.toml", "--method", "fedfoo"], ["'fedfoo'", "file.py:Class", "any of them takes +foogd"]),
         (["run", "tiny.toml", "--method", "fedavg+fogd"], ["'fedavg+fogd'", "fedavg+foogd"]),
         ([*TRY, "--method", "none.py:Mine"], ["none.py", "does not exist"]),
         ([*TRY, "--method", "broken.py:Mine"], ["broken.py", "SyntaxError"]),
         ([*TRY, "--method", "raises.py:Mine"], ["raises.py", "ZeroDivisionError"]),
         ([*TRY, "--method", "mine.py:Yours"], ["'Yours'", "mine.py", "Mine"]),
-        ([*TRY, "--method", "mine.py:NoMethod"], ["mine.py:NoMethod", "foogd.Method"]),
-        ([*TRY, "--method", "mine.py:number"], ["mine.py:number", "foogd.Method"]),
+        ([*TRY, "--method", "mine.py:NoMethod"], ["mine.py:NoMethod is a class, but", "foogd.Method"]),
+        ([*TRY, "--method", "mine.py:number"], ["mine.py:number is a int, but", "foogd.Method"]),
+        ([*TRY, "--method", "mine.py:inside"], ["mine.py:inside is a function, but", "foogd.Method"]),
         ([*TRY, "--method", "mine.py:Mine+aug"], ["mine.py:Mine+aug", "views"]),
         ([*TRY, "--method", "~nobody_of_that_name/m.py:Mine"], ["~nobody_of_that_name/m.py", "does not exist"]),
         # keys and values
