@@ -123,6 +123,17 @@ def test_the_overview_sets_the_best_of_the_others_beside_ours(tmp_path, monkeypa
     assert [cell.strip() for cell in line.split("|")[2:6]] == ["fedavg+foogd, small CNN", "1", "–", "–"]  # no base yet
 
 
+def test_no_two_commands_of_the_guides_write_one_folder():
+    """Without --out a run's folder is named by its method and seed, so a second one with the same finds it taken."""
+    folders = []
+    for page in (ROOT / "CONTRIBUTING.md", ROOT / "docs" / "experiments.md", ROOT / "docs" / "your_data.md"):
+        for words in re.findall(r"^foogd run (\S+.*)$", page.read_text(), flags=re.MULTILINE):
+            named = dict(re.findall(r"--(out|method) (\S+)", words))
+            folders.append(named.get("out") or named.get("method", "default"))
+    assert len(folders) > 4
+    assert len(set(folders)) == len(folders)
+
+
 def test_kept_runs_can_be_repeated():
     """Their configurations name every setting of today, so a default that changes does not change them."""
     for folder in sorted((ROOT / "docs" / "results").iterdir()):
