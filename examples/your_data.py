@@ -25,7 +25,7 @@ out = ["{folder}/strange"]
 corruptions = ["gaussian_noise", "brightness"]
 severities = [1, 3, 5]
 data_root = "{folder}"         # decoded images are cached below it
-calibration = 0.1              # of each site's training images, set aside to find thresholds
+calibration = 0.15             # of each site's training images, set aside to find thresholds
 detectors = ["msp", "energy", "score_norm", "score_span_all"]
 
 method = "fedavg+foogd"

@@ -3,25 +3,31 @@
 import io
 import itertools
 import json
+import platform
 import re
 import runpy
 import shutil
 import subprocess
 import sys
+import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
-from foogd import InputError, bench, load
+from foogd import Config, InputError, __version__, bench, load
 from foogd.cli import main
-from foogd.cli_parts import rich_table
+from foogd.cli_parts import ORDER, rich_table
+from foogd.cli_settings import method_groups, run_groups
+from foogd.data.corrupt import CORRUPTIONS
 from foogd.detect import DETECTORS
 from foogd.methods import PROFILES, method_names
+from foogd.nets import BACKBONES
 from foogd.report import Table
 from foogd.runs import Run, alone, load_checkpoint, load_private_values, load_values, read_rows
-from foogd.settings import read_preset, read_run_config
+from foogd.settings import read_preset, read_run_config, resolve
 
 MINE = """
 from dataclasses import dataclass
@@ -436,7 +442,7 @@ def test_the_demo_says_how_far_evaluations_are(foogd, monkeypatch):
 # Help and lists
 
 
-@pytest.mark.parametrize("command", ["run", "evaluate", "demo", "methods", "detectors"])
+@pytest.mark.parametrize("command", ["run", "evaluate", "demo", "methods", "detectors", "settings"])
 def test_help_says_what_a_command_does_and_shows_an_example(foogd, command):
     code, printed, _ = foogd(command, "--help")
     assert "\\" not in printed  # meant for a screen that reads marks
@@ -449,6 +455,23 @@ def test_without_words_the_commands_are_shown(foogd):
     assert code == 0
     for command in ("run", "evaluate", "demo", "methods", "detectors"):
         assert command in printed
+
+
+def test_help_lists_every_command_in_the_order_in_which_people_need_them(foogd):
+    _, printed, _ = foogd("--help")
+    listed = printed.partition("Commands:")[2].splitlines()
+    assert tuple(line.split()[0] for line in listed if re.match(r"  \w", line)) == ORDER
+    assert "detects what nobody trained on" in " ".join(printed.split())
+
+
+def test_the_version_is_told_with_those_that_decide_a_result(foogd, monkeypatch):
+    monkeypatch.setattr("foogd.runs.source_commit", lambda: "0123")
+    said = f"foogd {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    assert foogd("--version") == (0, f"{said}, commit 0123\n", "")
+    monkeypatch.setattr("foogd.runs.source_commit", lambda: None)  # installed without its repository
+    assert foogd("--version") == (0, f"{said}\n", "")
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert project["version"] == __version__
 
 
 def test_names_alone_are_for_scripts(foogd):
@@ -473,13 +496,49 @@ def test_bench_prints_a_table(foogd, monkeypatch):
 def test_lists_name_everything(foogd):
     code, printed, _ = foogd("methods")
     assert code == 0
-    for name in (*method_names(), "lambda_a", "prior_smoothing", "NeurIPS 2024"):
+    for name in (*method_names(), "lambda_a", "prior_smoothing", "profile", "NeurIPS 2024"):
         assert name in printed
     code, printed, _ = foogd("detectors")
     assert code == 0
     for name, detector in DETECTORS.items():
         assert name in printed
         assert detector.paper in printed
+
+
+def test_every_setting_of_a_run_is_listed_once_with_what_it_may_be(foogd):
+    code, printed, _ = foogd("settings")
+    assert code == 0
+    first = [line.split()[0] for line in printed.splitlines() if line.strip()]
+    for item in fields(Config):
+        assert first.count(item.name) == 1
+        for choice in item.metadata.get("choices", ()):
+            assert repr(choice) in printed
+    for name in (*BACKBONES, *CORRUPTIONS, *PROFILES, "foogd methods"):
+        assert name in printed
+
+
+def test_settings_are_listed_by_name_those_of_methods_too(foogd):
+    code, printed, _ = foogd("settings", "lr", "profile", "lambda_m", "views")
+    assert code == 0
+    first = [line.split()[0] for line in printed.splitlines() if line.strip()]
+    assert {"Training", "lr", "lambda_m", "profile", "views"} <= set(first)
+    assert not {"momentum", "lambda_a", "Clients"} & set(first)
+    assert "Of +foogd" in printed
+    assert "'fixed', 'paper', 'released'" in printed
+
+
+def test_defaults_are_listed_as_a_file_takes_them():
+    lines = [line for lines in run_groups().values() for line in lines]
+    lines += [line for line in method_groups()["Of +foogd"] if line.name != "profile"]
+    given = tomllib.loads("\n".join(f"{line.name} = {line.default}" for line in lines))
+    assert resolve({}, given) == resolve({}, {})
+
+
+def test_a_setting_that_is_not_known_is_guessed_in_a_short_sentence(refused):
+    assert refused("settings", "rounds", "lamda_m") == (
+        "foogd: setting 'lamda_m' is not known (did you mean 'lambda_m'?): foogd settings lists those of a run, "
+        "foogd methods those of methods"
+    )
 
 
 # Bad input
@@ -513,14 +572,15 @@ FOOGD = (*TRY[:-1], "fedavg+foogd")
         (["run", "table.toml"], ["[fogd]", "[foogd]"]),
         (["run", "folder.toml"], ["folder.toml is not a file"]),
         # methods
-        (["run", "tiny.toml", "--method", "fedfoo"], ["'fedfoo'", "fedrod+foogd", "file.py:Class"]),
+        (["run", "tiny.toml", "--method", "fedfoo"], ["'fedfoo'", "file.py:Class", "any of them takes +foogd"]),
         (["run", "tiny.toml", "--method", "fedavg+fogd"], ["'fedavg+fogd'", "fedavg+foogd"]),
         ([*TRY, "--method", "none.py:Mine"], ["none.py", "does not exist"]),
         ([*TRY, "--method", "broken.py:Mine"], ["broken.py", "SyntaxError"]),
         ([*TRY, "--method", "raises.py:Mine"], ["raises.py", "ZeroDivisionError"]),
         ([*TRY, "--method", "mine.py:Yours"], ["'Yours'", "mine.py", "Mine"]),
-        ([*TRY, "--method", "mine.py:NoMethod"], ["mine.py:NoMethod", "foogd.Method"]),
-        ([*TRY, "--method", "mine.py:number"], ["mine.py:number", "foogd.Method"]),
+        ([*TRY, "--method", "mine.py:NoMethod"], ["mine.py:NoMethod is a class, but", "foogd.Method"]),
+        ([*TRY, "--method", "mine.py:number"], ["mine.py:number is a int, but", "foogd.Method"]),
+        ([*TRY, "--method", "mine.py:inside"], ["mine.py:inside is a function, but", "foogd.Method"]),
         ([*TRY, "--method", "mine.py:Mine+aug"], ["mine.py:Mine+aug", "views"]),
         ([*TRY, "--method", "~nobody_of_that_name/m.py:Mine"], ["~nobody_of_that_name/m.py", "does not exist"]),
         # keys and values

@@ -27,6 +27,10 @@ def test_the_page_of_methods_is_what_the_code_says():
     assert (ROOT / "docs" / "methods.md").read_text() == tool("methods_page").page(), "run python tools/methods_page.py"
 
 
+def test_the_page_of_settings_is_what_the_code_says():
+    assert (ROOT / "docs" / "settings.md").read_text() == tool("settings_page").page(), "run tools/settings_page.py"
+
+
 def test_the_tables_of_the_reproduction_are_what_its_rows_say():
     text = (ROOT / "docs" / "reproduction.md").read_text()
     assert text == tool("reproduction_page").page(text), "run python tools/reproduction_page.py"
@@ -117,6 +121,17 @@ def test_the_overview_sets_the_best_of_the_others_beside_ours(tmp_path, monkeypa
     copied(page, "fedavg+foogd-5.0-s21", tmp_path / "fedavg+foogd-5.0-s21-cnn", backbone='"cnn"')
     line = page.overview_table().splitlines()[-1]
     assert [cell.strip() for cell in line.split("|")[2:6]] == ["fedavg+foogd, small CNN", "1", "–", "–"]  # no base yet
+
+
+def test_no_two_commands_of_the_guides_write_one_folder():
+    """Without --out a run's folder is named by its method and seed, so a second one with the same finds it taken."""
+    folders = []
+    for page in (ROOT / "CONTRIBUTING.md", ROOT / "docs" / "experiments.md", ROOT / "docs" / "your_data.md"):
+        for words in re.findall(r"^foogd run (\S+.*)$", page.read_text(), flags=re.MULTILINE):
+            named = dict(re.findall(r"--(out|method) (\S+)", words))
+            folders.append(named.get("out") or named.get("method", "default"))
+    assert len(folders) > 4
+    assert len(set(folders)) == len(folders)
 
 
 def test_kept_runs_can_be_repeated():

@@ -16,6 +16,7 @@ from foogd.cli import main
 from foogd.data.readers import read_sites, read_table
 from foogd.data.sources import load_source
 from foogd.data.standins import make_stand_ins
+from foogd.nets import BACKBONES
 from foogd.runs import Run, make_federation
 from foogd.settings import read_preset, read_run_config, resolve
 
@@ -108,6 +109,9 @@ def test_the_worked_example_runs(tmp_path, monkeypatch, capsys):
         main()
     assert "3 clients" in Path("one/summary.md").read_text()
     assert "AUROC strange" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["foogd", "predict", "one", "shapes/strange", "--client", "west"])
+    main()
+    assert capsys.readouterr().err == ""  # enough images are set aside for its threshold
     left = ["--set", "leave_out=west", "--set", "method=fedavg"]
     monkeypatch.setattr(sys, "argv", ["foogd", "run", "shapes/my.toml", "--out", "three", *few, *left])
     main()
@@ -247,6 +251,12 @@ def test_the_whole_file_of_the_page_is_the_one_that_the_example_writes():
     page = (EXAMPLE.parents[1] / "docs" / "your_data.md").read_text()
     preset = runpy.run_path(str(EXAMPLE))["PRESET"].format(folder="shapes")
     assert f"```toml\n{preset}```\n" in page
+
+
+def test_the_page_names_every_backbone():
+    page = (EXAMPLE.parents[1] / "docs" / "your_data.md").read_text()
+    named = re.search(r"^Backbones are (.*?) or", page, re.MULTILINE)
+    assert set(re.findall(r"`(.+?)`", named[1])) == set(BACKBONES)
 
 
 def test_an_empty_folder_is_no_class(sites):

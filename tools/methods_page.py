@@ -17,6 +17,7 @@ from foogd.detect import DETECTORS
 from foogd.flower.options import on_flower
 from foogd.methods import FOOGD, METHODS, make_method, method_names
 from foogd.report import Table
+from foogd.settings import PROFILE
 
 PAGE = Path(__file__).parent.parent / "docs" / "methods.md"
 HEAD = """# Methods and detectors
@@ -39,7 +40,8 @@ private part: a generic model answers, with the shared head or the mean of the p
 
 ## Settings
 
-`--set key=value`; the defaults are the paper's where it prints them.
+`--set key=value`; the defaults are the paper's where it prints them. What every run has besides stands in
+[settings.md](settings.md).
 """
 DETECTORS_HEAD = """
 ## Detectors
@@ -106,6 +108,9 @@ def page() -> str:
         built = cls()
         known = [item for item in fields(built) if "help" in item.metadata]
         lines = [(item.name, f"`{getattr(built, item.name)}`", item.metadata["help"]) for item in known]
+        if cls is FOOGD:
+            name, default, meaning = PROFILE
+            lines.insert(0, (name, f"`{default}`", meaning))
         if lines:
             columns = ("setting", "default", "meaning")
             text += [f"### {title}", "", Table("", columns, tuple(lines)).markdown((0, 1, 2)), ""]

@@ -27,10 +27,12 @@ from rich.progress import (
 )
 from rich.table import Table as RichTable
 
+from . import __version__
 from .cli_data import data_app, decode
 from .cli_flower import flower_app
 from .cli_parts import SHOWN, Set, console, make_app, open_or_create, remark, rich_table, say, whole_number
 from .cli_report import add_report_commands
+from .cli_settings import add_settings_command
 from .cli_study import add_study_commands
 from .data.federation import client_labels
 from .data.readers import IMAGE_SUFFIXES, images_below
@@ -46,7 +48,7 @@ from .plugins import lacks_memory
 from .report import Report
 from .retest import check_tests, retest
 from .runs import CONFIG, Run, environment, read_rows, skipped_sentence, write_atomic
-from .settings import parse_assignments, read_preset, read_run_config, resolve
+from .settings import PROFILE, parse_assignments, read_preset, read_run_config, resolve
 from .simulate import RoundResult
 from .study import Evaluating, Progressed, train_all
 from .trackers import check_tracker, tracked
@@ -60,6 +62,25 @@ app.add_typer(data_app, name="data")
 app.add_typer(flower_app, name="flower")
 add_study_commands(app)
 add_report_commands(app)
+add_settings_command(app)
+
+
+def show_version(asked: bool) -> None:
+    """What a report of a fault should name."""
+    if asked:
+        about = environment(torch.device("cpu"))
+        commit = f", commit {about['commit']}" if about["commit"] else ""
+        say(f"foogd {__version__}, torch {about['versions']['torch']}, Python {about['python']}{commit}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the versions and exit.", callback=show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options of the command itself; its help stands where the app is made."""
 
 
 @app.command()
@@ -330,7 +351,7 @@ def methods(
     console.print("\nAny method takes +foogd, and one that has the setting views takes +aug.", highlight=False)
     owners: dict[str, type[Method]] = {**METHODS, "+foogd": FOOGD}
     for title, cls in owners.items():
-        show_settings(f"{title} (--set key=value)", cls())
+        show_settings(f"{title} (--set key=value)", cls(), *([PROFILE] if cls is FOOGD else []))
 
 
 def summary_of(name: str, built: Method) -> str:
@@ -341,9 +362,11 @@ def summary_of(name: str, built: Method) -> str:
     return f"{name.removesuffix('+foogd')} with SM3D and SAG: {text[0].lower()}{text[1:]}" if "+" in name else text
 
 
-def show_settings(title: str, owner: Method | Detector) -> None:
-    """The settings of a method or a detector with their defaults; nothing where it has none."""
+def show_settings(title: str, owner: Method | Detector, *more: tuple[str, str, str]) -> None:
+    """The settings of a method or a detector with their defaults, after `more`; nothing where it has none."""
     grid = RichTable("setting", "default", "meaning", box=None, pad_edge=False)
+    for line in more:
+        grid.add_row(*line)
     for item in fields(owner):  # type: ignore[arg-type]
         if item.metadata.get("help"):
             grid.add_row(item.name, str(getattr(owner, item.name)), item.metadata["help"])

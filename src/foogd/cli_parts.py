@@ -22,6 +22,12 @@ from .settings import read_run_config
 # Detectors on the screen where many methods stand side by side.
 SHOWN = ("msp", "energy", "span_own", "score_norm", "score_span")
 
+# Commands in the order in which a user needs them; they are registered file by file.
+ORDER = (
+    "run", "evaluate", "predict", "report", "compare", "figures", "demo", "sweep", "toy", "methods", "detectors",
+    "settings", "data", "flower", "bench",
+)  # fmt: skip
+
 console = Console(width=None if sys.stdout.isatty() else 140)  # a file has no width of its own
 
 Set = Annotated[
@@ -32,6 +38,10 @@ Set = Annotated[
 @final
 class PlainGroup(TyperGroup):
     """Commands whose help is plain text: some versions of typer put a backslash before each bracket, meant for rich."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        found = super().list_commands(ctx)
+        return sorted(found, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
 
     def get_command(self, ctx: Any, name: str) -> Any:
         found = super().get_command(ctx, name)

@@ -24,7 +24,8 @@ WHERE = frozenset({"device", "engine", "slots"})
 def setting(default: Any, help: str, **limits: Any) -> Any:
     """A dataclass field with a line of help and its limits: ge, gt, le, lt or choices.
 
-    `added` marks a setting that older run folders do not name: they were made with its default.
+    `added` marks a setting that older run folders do not name: they were made with its default. `group` names the
+    group of settings that begins with this one.
     """
     return field(default=default, metadata={"help": help, **limits})
 
@@ -85,10 +86,10 @@ class Config:
     A value that is of another type or beyond its limits raises InputError.
     """
 
-    method: str = setting("fedavg+foogd", "name of a method, or file.py:Class")
+    method: str = setting("fedavg+foogd", "name of a method, or file.py:Class", group="Method")
     seed: int = setting(0, "seed of weights, partition and every random draw", ge=0)
 
-    data: str = setting("fashion", "IN data: a name, or file.py:fn")
+    data: str = setting("fashion", "IN data: a name, or file.py:fn", group="Images for training and tests")
     data_root: str = setting("data", "folder that data sets are read from")
     out: tuple[str, ...] = setting(("fashion_out", "digits"), "OUT data: names, or file.py:fn")
     corruptions: tuple[str, ...] = setting(
@@ -98,18 +99,20 @@ class Config:
     constants: str = setting("cifar", "strength of the corruptions", choices=("cifar", "tiny", "imagenet"))
     test_share: float = setting(0.2, "share held out where the data has no test part", gt=0.0, lt=1.0)
 
-    sites: str = setting("", "site of an image of yours: folder (SITE/CLASS/image), or a column of the table")
+    sites: str = setting(
+        "", "site of an image of yours: folder (SITE/CLASS/image), or a column of the table", group="Images of your own"
+    )
     on_bad: str = setting("error", "what an image that cannot be read does", choices=("error", "skip"))
     leave_out: str = setting("", "domain that no client trains on, tested as IN-C; empty: none")
 
-    clients: int = setting(10, "number of clients; 0 for by_domain: one a domain", ge=0)
+    clients: int = setting(10, "number of clients; 0 for by_domain: one a domain", ge=0, group="Clients")
     partition: str = setting("dirichlet", "how data is split", choices=("dirichlet", "pathological", "by_domain"))
     alpha: float = setting(0.5, "Dirichlet concentration: small is heterogeneous", gt=0.0)
     classes_per_client: int = setting(2, "classes of a client in the pathological split", ge=1)
     min_size: int = setting(2, "smallest number of training images of a client", ge=0)
     participation: float = setting(1.0, "share of the clients that train in a round", gt=0.0, le=1.0)
 
-    init: str = setting("", "run folder whose weights this run starts from; empty: from the seed")
+    init: str = setting("", "run folder whose weights this run starts from; empty: from the seed", group="Training")
     backbone: str | Backbone = setting("cnn", "name of a backbone, or file.py:fn")
     rounds: int = setting(10, "communication rounds", ge=1)
     local_epochs: int = setting(1, "epochs of local training in a round", ge=0)
@@ -135,13 +138,16 @@ class Config:
         "dataset", "mean and deviation that normalise training images", choices=("dataset", "imagenet")
     )
 
-    detectors: tuple[str, ...] = setting(("msp", "energy", "score_norm"), "detectors: names, or file.py:fn")
+    detectors: tuple[str, ...] = setting(
+        ("msp", "energy", "score_norm"), "detectors: names, or file.py:fn", group="Evaluation"
+    )
     calibration: float = setting(
         0.0, "share of each client's training images set aside for thresholds; 0: no thresholds", ge=0.0, lt=1.0
     )
     eval_every: int = setting(0, "evaluate every so many rounds; 0: after the last one only", ge=0)
     eval_batch: int = setting(500, "images a pass in evaluation", ge=1)
-    resident: str = setting("auto", "where images are kept", choices=("auto", "device", "host"))
+
+    resident: str = setting("auto", "where images are kept", choices=("auto", "device", "host"), group="The machine")
     threads: int = setting(1, "threads of a run on the CPU; the last bits of a result depend on it", ge=1)
     device: str = setting("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     engine: str = setting("auto", "graph: CUDA graphs, several clients at once", choices=("auto", "eager", "graph"))

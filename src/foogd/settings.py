@@ -24,6 +24,14 @@ from .methods.base import Method
 
 TABLES: dict[str, type[Method]] = {**METHODS, "foogd": FOOGD}
 
+PROFILE = (
+    "profile",
+    next(iter(PROFILES)),
+    "several values by one name: fixed, what the equations mean; paper, the text as printed; released, the authors' "
+    "code; what is set beside it counts",
+)
+"""Name, default and meaning of what is no field of FOOGD: it stands for values of others, here and in the run."""
+
 
 def preset_names() -> list[str]:
     """The presets inside the package."""
@@ -168,22 +176,26 @@ def _checked(key: str, value: Any, hint: Any, item: Field[Any]) -> Any:
     try:
         adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(_constrained(hint, item))
     except pydantic.PydanticUserError:
-        raise InputError(f"setting {key!r} cannot be given as text: it is a {_allowed(hint, item)}") from None
+        raise InputError(f"setting {key!r} cannot be given as text: it is a {allowed(hint, item)}") from None
     try:
         found = adapter.validate_python(_as_tuple(value, hint), strict=True)
     except pydantic.ValidationError:
         found = None
     # Among choices 1 would also take true and 1.0.
     if found is None or ("choices" in item.metadata and type(found) is not type(value)):
-        raise InputError(f"{key} = {value!r} is not allowed: it must be {_allowed(hint, item)}")
+        raise InputError(f"{key} = {value!r} is not allowed: it must be {allowed(hint, item)}")
     return found
 
 
 def near(key: str, known: Iterable[str]) -> str:
     """The end of a sentence about an unknown setting: the nearest name, and all."""
-    near = difflib.get_close_matches(key, known, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    return f"{hint}: use {', '.join(sorted(known))}"
+    return f"{nearest(key, known)}: use {', '.join(sorted(known))}"
+
+
+def nearest(key: str, known: Iterable[str]) -> str:
+    """A guess at the name that was meant, in brackets; empty where none is near."""
+    found = difflib.get_close_matches(key, known, n=1)
+    return f" (did you mean {found[0]!r}?)" if found else ""
 
 
 def _as_tuple(value: Any, hint: Any) -> Any:
@@ -213,7 +225,7 @@ def _constrained(hint: Any, item: Field[Any]) -> Any:
     return Annotated[hint, pydantic.Field(**limits)] if limits else hint
 
 
-def _allowed(hint: Any, item: Field[Any]) -> str:
+def allowed(hint: Any, item: Field[Any]) -> str:
     """What a setting may be, in words."""
     hint = _plain(hint)
     if "choices" in item.metadata:

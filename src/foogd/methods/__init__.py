@@ -92,10 +92,12 @@ def base_class(name: str) -> type[Method]:
     if name in METHODS:
         return METHODS[name]
     if ".py:" not in name:
-        raise InputError(f"method {name!r} is not known: use {', '.join(method_names())} or file.py:Class")
+        suffixes = "any of them takes +foogd, as in fedavg+foogd or fedrod+foogd, and one with the setting views +aug"
+        raise InputError(f"method {name!r} is not known: use {', '.join(METHODS)} or file.py:Class; {suffixes}")
     loaded = load_object(name, "method")
     if not (isinstance(loaded, type) and issubclass(loaded, Method)):
-        raise InputError(f"{name} is {loaded!r}: a method is a dataclass that extends foogd.Method")
+        kind = "class" if isinstance(loaded, type) else type(loaded).__name__
+        raise InputError(f"{name} is a {kind}, but a method is a dataclass that extends foogd.Method")
     flaw = class_flaw(loaded)
     if flaw is not None:
         raise InputError(f"{name} is no method: {flaw}; {HINT}")
