@@ -208,7 +208,7 @@ def test_a_run_folder_holds_what_is_promised(run):
     wanted = {"run", "method", "seed", "client", "dataset", "split", "corruption", "severity", "detector", "metric",
               "value", "weight"}  # fmt: skip
     assert all(wanted <= row.keys() for row in rows)
-    assert {row["detector"] for row in rows} == {None, "msp", "energy", "score_norm"}
+    assert {row["detector"] for row in rows} == {None, "msp", "energy", "score_norm", "score_span_all"}
     assert "ACC-IN" in (folder / "summary.md").read_text()
 
 
@@ -301,7 +301,7 @@ def test_a_start_brings_the_private_heads_along(run):
 def test_every_profile_runs_end_to_end(run, profile):
     folder = run("a", "fedavg+foogd", "--set", f"profile={profile}")
     rows = read_rows(folder)
-    assert {row.detector for row in rows} == {None, "msp", "energy", "score_norm"}
+    assert {row.detector for row in rows} == {None, "msp", "energy", "score_norm", "score_span_all"}
     assert all(row.value == row.value for row in rows)
     assert all(not json.loads(line)["refused"] for line in (folder / "rounds.jsonl").read_text().splitlines())
 

@@ -139,7 +139,7 @@ class Config:
     )
 
     detectors: tuple[str, ...] = setting(
-        ("msp", "energy", "score_norm"), "detectors: names, or file.py:fn", group="Evaluation"
+        ("msp", "energy", "score_norm", "score_span_all"), "detectors: names, or file.py:fn", group="Evaluation"
     )
     calibration: float = setting(
         0.0, "share of each client's training images set aside for thresholds; 0: no thresholds", ge=0.0, lt=1.0
