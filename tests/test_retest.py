@@ -8,32 +8,9 @@ import pytest
 
 from foogd.runs import read_checkpoint_state, read_rows
 from foogd.settings import read_run_config
+from test_runs import DATA, PRESET
 
-DATA = """
-from foogd.data.synthetic import tiny_federation
-
-def inside(root):
-    return tiny_federation(per_client=40, channels=1).train
-
-def outside(root):
-    return tiny_federation(per_client=40, channels=1).tests[-1].store
-"""
-
-PRESET = """
-data = "tiny.py:inside"
-out = ["tiny.py:outside"]
-corruptions = ["gaussian_noise"]
-severities = [3]
-clients = 3
-rounds = 2
-eval_every = 1
-batch_size = 16
-lr = 0.05
-device = "cpu"
-detectors = ["msp", "score_norm"]
-[foogd]
-score_width = 16
-"""
+SMALL = PRESET.replace("rounds = 9", "rounds = 2").replace("eval_every = 2", "eval_every = 1")
 
 
 @pytest.fixture
@@ -41,7 +18,7 @@ def run(tmp_path, monkeypatch, foogd):
     """A finished run in the folder a."""
     monkeypatch.chdir(tmp_path)
     Path("tiny.py").write_text(DATA)
-    Path("tiny.toml").write_text(PRESET)
+    Path("tiny.toml").write_text(SMALL)
     assert foogd("run", "tiny.toml", "--method", "fedrod+foogd", "--out", "a")[0] == 0
     return Path("a")
 

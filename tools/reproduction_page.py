@@ -151,6 +151,7 @@ def lines_of(name: str, runs: Sequence[Kept]) -> list[tuple[str, ...]]:
                 corruption=shift if split == "in-c" else "",
             )
             here = detector == (printed_for if split == "out" else "msp")  # an accuracy is shown once
+            here = here and settings["backbone"] != "cnn"  # a net that the paper does not have
             cells.append(spread(values) + (f" ({printed.mean:.1f})" if printed and here else ""))
         means = [run.mean(detector, "auroc") for run in runs]
         commits = ", ".join(dict.fromkeys(run.commit for run in runs))
@@ -270,7 +271,7 @@ def figures() -> dict[str, Any]:
         (data, *key): runs
         for data in ("cifar10", "cifar100")
         for key, runs in whole_runs(data).items()
-        if not key[0].endswith(" settings")
+        if not key[0].endswith((" settings", KINDS["cnn"]))
     }
     methods = list(dict.fromkeys(method for _, method, _, _ in groups))
     with matplotlib.rc_context(STYLE):
