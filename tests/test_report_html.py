@@ -270,6 +270,17 @@ def test_the_page_says_how_many_images_were_tested(demo, page, tmp_path):
     assert words.count("120 of digits") == 1
 
 
+def test_titles_count_long_lists_where_their_lengths_tell_them_apart(tmp_path):
+    kinds = ["fog", "frost", "snow", "contrast", "pixelate"]
+    make_run(tmp_path / "a", rounds=2, corruptions=["fog"])
+    make_run(tmp_path / "b", rounds=2, corruptions=kinds)
+    assert [s.title for s in collect(find_runs([tmp_path])).scenes] == ["5 corruptions", "corruptions = fog"]
+    make_run(tmp_path / "c", rounds=2, corruptions=[*kinds[:4], "spatter"])
+    titles = [s.title for s in collect(find_runs([tmp_path])).scenes]
+    assert "corruptions = fog, frost, snow, contrast, pixelate" in titles
+    assert len(set(titles)) == 3
+
+
 def test_an_out_set_of_few_images_is_a_caution(tmp_path, monkeypatch):
     monkeypatch.setattr("made_runs.make_answers", partial(make_answers, images=19))
     make_run(tmp_path / "a", rounds=2)

@@ -43,6 +43,8 @@ ON_FLOWER = "on_flower"  # beside the settings: whether the nodes of Flower brou
 IMAGES = "images"  # beside the settings: what the IN data calls itself, as "fashion (stand-in)" does
 HASH = "content_hash"  # beside the settings, where names are not enough: the hash of the training images
 _SHOWN = 8  # digits of a hash that a title shows
+LISTS = {"out": "OUT sets", "corruptions": "corruptions", "severities": "severities"}  # what a title calls them
+MANY = 4  # items of such a list: of more, a title gives the number
 # What shares images out, and says nothing about images that nodes bring.
 _SHARING = frozenset(
     {"out", "test_share", "sites", "leave_out", "partition", "alpha", "classes_per_client", "min_size"}
@@ -204,6 +206,7 @@ class Scene:
     setting: Settings
     groups: tuple[Group, ...]
     implied: frozenset[str] = frozenset()  # settings that the data set decides, among the runs of the report
+    counted: frozenset[str] = frozenset()  # lists whose length tells them apart, among the runs of the report
 
     @property
     def title(self) -> str:
@@ -212,11 +215,14 @@ class Scene:
     def title_without(self, left_out: str = "") -> str:
         """The settings that tell this table from others; what follows from the data set is not said again."""
         told = [(key, value) for key, value in self.setting if key not in self.implied and key != left_out]
-        by_domain = ("clients", 0)  # what the setting says is no number of clients
-        return ", ".join(
-            "clients = one a domain" if (key, value) == by_domain else in_words(key, value, " = ")
-            for key, value in told
-        )
+        return ", ".join(self._in_words(key, value) for key, value in told)
+
+    def _in_words(self, key: str, value: Any) -> str:
+        if (key, value) == ("clients", 0):  # what the setting says is no number of clients
+            return "clients = one a domain"
+        if key in self.counted and isinstance(value, list | tuple) and len(value) > MANY:
+            return f"{len(value)} {LISTS[key]}"
+        return in_words(key, value, " = ")
 
     @property
     def unfinished(self) -> dict[str, str]:
@@ -400,10 +406,24 @@ def collect(folders: Sequence[Path]) -> Collection:
             own = (*variant, ("init", "given" if started else "")) if len(starts) > 1 else variant
             group = Group(alike[0].method, setting, own, _siblings(members, notes))
             scenes.setdefault(repr(setting), []).append(group)
-    implied = _implied([groups[0].setting for groups in scenes.values()])
-    found = [Scene(groups[0].setting, tuple(sorted(groups, key=_order)), implied) for groups in scenes.values()]
+    settings = [groups[0].setting for groups in scenes.values()]
+    implied, counted = _implied(settings), _counted(settings)
+    found = [
+        Scene(groups[0].setting, tuple(sorted(groups, key=_order)), implied, counted) for groups in scenes.values()
+    ]
     found.sort(key=lambda scene: [sortable(value) for _, value in scene.setting])
     return Collection(tuple(found), tuple(notes))
+
+
+def _counted(settings: Sequence[Settings]) -> frozenset[str]:
+    """The lists of which no two different ones are equally long: a title need not name what is in a long one."""
+    found = set()
+    for key in LISTS:
+        values = [value for setting in settings for name, value in setting if name == key]
+        lists = {repr(list(value)): len(value) for value in values if isinstance(value, list | tuple)}
+        if len(set(lists.values())) == len(lists):
+            found.add(key)
+    return frozenset(found)
 
 
 def _implied(settings: Sequence[Settings]) -> frozenset[str]:
