@@ -80,6 +80,8 @@ def test_an_unfinished_run_says_so_and_the_command_that_is_named_finishes_it(foo
     assert code == 2
     _, _, command = err.strip().partition("finish the run with foogd ")
     again = "run my.toml --set rounds=3 --out a --resume"
+    Path("full").mkdir()
+    assert foogd("run", "my.toml", "--out", "full")[2] == "foogd: full exists already: choose another --out\n"
     for words in ("evaluate a", "run my.toml --out a", again):
         code, _, err = foogd(*words.split())
         assert (code, err.strip().endswith(command)) == (2, True)

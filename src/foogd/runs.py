@@ -13,6 +13,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -95,7 +96,8 @@ class Run:
         """
         need_folder(folder)
         if folder.exists():
-            raise InputError(f"{folder} exists already: choose another --out, or go on with {resume_command(folder)}")
+            further = f", or go on with {resume_command(folder)}" if (folder / CONFIG).is_file() else ""
+            raise InputError(f"{folder} exists already: choose another --out{further}")
         run = cls(folder, config, method)
         if files is None:
             run.check()
@@ -490,7 +492,7 @@ def need_run(folder: Path) -> None:
 
 def resume_command(folder: Path) -> str:
     """What goes on with a run by its own settings, whatever it was started with."""
-    return f"foogd run {folder / CONFIG} --out {folder} --resume"
+    return shlex.join(["foogd", "run", str(folder / CONFIG), "--out", str(folder), "--resume"])
 
 
 def need_folder(place: Path, option: str = "--out") -> None:
