@@ -631,7 +631,7 @@ FOOGD = (*TRY[:-1], "fedavg+foogd")
         (["run", "tiny.toml", "--out", "tiny.toml"], ["tiny.toml", "is a file", "--out"]),
         (["run", "tiny.toml", "--out", "tiny.toml", "--resume"], ["tiny.toml", "file"]),
         (["run", "tiny.toml", "--out", "tiny.toml/x"], ["tiny.toml"]),
-        (["run", "tiny.toml", "--out", "folder.toml"], ["folder.toml", "--resume"]),
+        (["run", "tiny.toml", "--out", "folder.toml"], ["folder.toml", "choose another --out"]),
         (["run", "tiny.toml", "--out", "folder.toml", "--resume"], ["folder.toml", "config.toml"]),
         (["evaluate", "none"], ["none", "does not exist"]),
         (["evaluate", "folder.toml"], ["folder.toml", "config.toml"]),
