@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,6 +55,26 @@ def test_an_unseen_domain_stands_beside_in_only_where_one_model_has_scored_both(
     private = written(tmp_path, evaluated(config, FedRoD(), federation))
     assert [one.key for one in private.shifted()] == known
     assert [one.key for one in private.of("in-c")] == [*known, unseen.key]
+
+
+def test_the_same_answers_are_the_same_bytes(config, federation):
+    found = evaluated(config, FedAvg(), federation, ["msp"])
+    assert len({pack_samples(found, seed=0, method="m") for _ in range(12)}) == 1
+
+
+def test_a_file_with_its_format_as_an_entry_of_its_own_is_read_as_before(tmp_path, config, federation):
+    from safetensors import safe_open
+    from safetensors.torch import load, save
+
+    new = written(tmp_path, evaluated(config, FedAvg(), federation, ["msp"]))
+    with safe_open(str(tmp_path / SAMPLES), framework="pt") as file:
+        header = json.loads(file.metadata()["about"])
+    tensors = load((tmp_path / SAMPLES).read_bytes())
+    about = {"format": header.pop("format"), "about": json.dumps(header)}
+    (tmp_path / SAMPLES).write_bytes(save(tensors, metadata=about))
+    old = read_samples(tmp_path)
+    assert [one.key for one in old.sets] == [one.key for one in new.sets]
+    assert torch.equal(old.sets[0].scores["msp"], new.sets[0].scores["msp"])
 
 
 @pytest.mark.parametrize("method", [FOOGD(FedAvg()), FOOGD(FedRoD())], ids=["shared", "private"])
@@ -175,6 +196,6 @@ def test_a_folder_without_samples_has_none_and_a_damaged_file_is_named(tmp_path,
     path.write_bytes(whole[:200])
     with pytest.raises(InputError, match=r"samples\.safetensors is damaged"):
         read_samples(tmp_path)
-    path.write_bytes(whole.replace(b'"format":"1"', b'"format":"9"'))
+    path.write_bytes(whole.replace(rb'\"format\": \"1\"', rb'\"format\": \"9\"'))
     with pytest.raises(InputError, match="its format is '9'"):
         read_samples(tmp_path)

@@ -123,8 +123,9 @@ def pack_samples(found: Evaluation, *, seed: int, method: str, earlier: Samples 
                 "detectors": list(one.scores),
             }
         )  # fmt: skip
-    header = {"round": found.state.server.round, "method": method, "seed": seed, "sets": about}
-    data: bytes = save(tensors, metadata={"format": FORMAT, "about": json.dumps(header)})
+    header = {"format": FORMAT, "round": found.state.server.round, "method": method, "seed": seed, "sets": about}
+    # One entry alone: safetensors writes several in an order that differs from one call to the next.
+    data: bytes = save(tensors, metadata={"about": json.dumps(header)})
     return data
 
 
@@ -138,9 +139,10 @@ def read_samples(folder: Path) -> Samples | None:
     try:
         with safe_open(str(path), framework="pt") as file:
             metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT:
-                raise InputError(f"{path} cannot be read: its format is {metadata.get('format')!r}, not {FORMAT!r}")
             header = json.loads(metadata["about"])
+            form = header.get("format", metadata.get("format"))  # older files have it as an entry of its own
+            if form != FORMAT:
+                raise InputError(f"{path} cannot be read: its format is {form!r}, not {FORMAT!r}")
             sets = []
             for number, about in enumerate(header["sets"]):
                 parts = {name: file.get_tensor(f"{number}/{name}").long() for name in _INTEGERS}
