@@ -469,7 +469,8 @@ def test_images_that_cannot_be_read_are_skipped_where_that_is_asked_for(trained,
     assert code == 0
     assert [row["file"] for row in json.loads(out)["images"]] == [str(folder / "a.png"), str(folder / "c.png")]
     assert [line.split(":")[0] for line in err.splitlines()] == ["foogd", "foogd"]
-    assert "b.png cannot be used: it is not an image of a known format; it is left out" in err
+    assert "b.png cannot be used: it is not an image of a known format: PNG, JPEG, " in err
+    assert "TIFF; it is left out" in err
     assert "gone.png does not exist" in err
     code, out, err = foogd_command("predict", trained, folder / "b.png", "--on-bad", "skip")
     assert (code, out) == (2, "")

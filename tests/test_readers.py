@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import scipy.io
 import torch
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 
 from foogd.data import decode as decoding
 from foogd.data import readers
@@ -455,6 +455,27 @@ BAD = {
     "gigantic": (huge_png(100_000, 100_000), "pixels"),
     "deep": (b"", "mode"),
 }
+
+
+@pytest.mark.parametrize("format", decoding.FORMATS)
+def test_an_image_of_each_format_is_read(format):
+    grey = np.full((8, 8, 3), 128, dtype=np.uint8)
+    assert np.array_equal(decoding.decode(encoded(grey, format=format)), grey)
+
+
+@pytest.mark.parametrize("format", ["EPS", "TGA", "PCX", "ICO", "SGI"])
+def test_no_other_format_is_opened_and_no_other_program_is_started(tmp_path, monkeypatch, format):
+    started = tmp_path / "started"
+    ghostscript = tmp_path / "gs"
+    ghostscript.write_text(f"#!/bin/sh\ntouch '{started}'\n")
+    ghostscript.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # not looked for yet
+    photo = tmp_path / "photo.png"
+    photo.write_bytes(encoded(pixels(1, 16)[0], format=format))
+    with pytest.raises(decoding.BadImage, match="not an image of a known format: PNG, JPEG, WEBP, BMP, PPM, GIF, TIFF"):
+        decoding.decode(str(photo))
+    assert not started.exists()
 
 
 def tree_with(tmp_path, content):

@@ -22,6 +22,7 @@ from typing import IO, Any, final
 import numpy as np
 
 MAX_PIXELS = 64_000_000  # a larger image is a mistake or an attack on memory
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "PPM", "GIF", "TIFF")  # Pillow starts other programs for some of the others
 _CHUNK = 250  # images a job
 _FEW = 1000  # so few images are decoded before workers have started
 _MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB"}  # 8 bits a channel or fewer
@@ -43,7 +44,7 @@ def decode(source: bytes | str, size: int | None = None) -> Any:
         data = source if isinstance(source, bytes) else Path(source).read_bytes()
         if not data:
             raise BadImage("it is empty")
-        with Image.open(io.BytesIO(data)) as image:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             return picture_pixels(image, size)
 
 
@@ -87,7 +88,7 @@ def _one_error() -> Iterator[None]:
     except BadImage:
         raise
     except UnidentifiedImageError:
-        raise BadImage("it is not an image of a known format") from None
+        raise BadImage(f"it is not an image of a known format: {', '.join(FORMATS)}") from None
     except Exception as error:  # Pillow's decoders raise anything on damaged data: SyntaxError, struct.error, …
         strerror = error.strerror if isinstance(error, OSError) else None
         raise BadImage(" ".join(str(strerror or error or type(error).__name__).split())) from error

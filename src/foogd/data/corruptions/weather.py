@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import InputError
+from ..decode import FORMATS
 from . import filters
 
 if TYPE_CHECKING:
@@ -137,5 +138,5 @@ def _decoded(name: str) -> Float[Tensor, "h w 3"]:
         raise InputError("frost needs photographs that are not installed: `pip install foogd[frost]` brings them.")
     from PIL import Image
 
-    with Image.open(paths[0]) as picture:
+    with Image.open(paths[0], formats=FORMATS) as picture:
         return torch.from_numpy(np.asarray(picture.convert("RGB"), dtype=np.float32).copy())
