@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from foogd import FOOGD, Config
+from foogd import FOOGD, Config, InputError
 from foogd.runs import Run, read_json, read_rows
 from foogd.settings import read_run_config
 
@@ -137,7 +137,11 @@ def test_no_two_commands_of_the_guides_write_one_folder():
 def test_kept_runs_can_be_repeated():
     """Their configurations name every setting of today, so a default that changes does not change them."""
     for folder in sorted((ROOT / "docs" / "results").iterdir()):
-        read_run_config(folder / "config.toml")
+        if folder.name.endswith("score-net-span"):  # by the commit that it names
+            with pytest.raises(InputError, match="score_net = 'span' is not allowed"):
+                read_run_config(folder / "config.toml")
+        else:
+            read_run_config(folder / "config.toml")
 
 
 def test_a_repeated_run_pauses_where_the_time_is_over_and_ends_with_the_same_rows(tmp_path, monkeypatch, capsys):

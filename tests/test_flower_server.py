@@ -99,7 +99,7 @@ def not_finite(arrays):
     ("method", "settings"),
     [
         ("fedavg+foogd", {"eval_every": 1, "calibration": 0.1}),
-        ("fedavg+foogd", {"score_net": "span", "detectors": "score_norm,span,span_own,score_span,score_span_all"}),
+        ("fedavg+foogd", {"detectors": "score_norm,span,span_own,score_span,score_span_all"}),
         ("fedrod+foogd", {"participation": 0.67, "rounds": 3}),  # a private net
         ("foster", {}),  # a private net, and one that only the server changes
         ("fediir", {"keep_momentum": True}),  # a question before training

@@ -13,7 +13,6 @@ from foogd import FOOGD, Config, FedAvg, FedRoD, InputError, Method, simulate
 from foogd.engine.batches import BatchMaker
 from foogd.engine.eager import EagerEngine, build_nets
 from foogd.engine.rng import Streams
-from foogd.functional import langevin
 from foogd.methods import PROFILES, make_method, method_fields, method_names, method_settings, profile
 from foogd.nets.score import ScoreNet
 from foogd.simulate import initial_state, run_round, settled
@@ -156,22 +155,18 @@ def test_with_a_fixed_base_only_the_score_network_moves(federation, config):
         assert torch.equal(value, start.server.integers[name]), name
 
 
-@pytest.mark.parametrize("score_net", ["anchored", "span"])
 @pytest.mark.parametrize("base", ["fedavg", "fediir", "fedbn"])
-def test_anchors_are_the_moments_of_all_images_at_the_model_that_is_tested(base, score_net, federation, config):
-    method = make_method(f"{base}+foogd", {"score_width": 16, "steps": 2, "score_net": score_net})
+def test_anchors_are_the_moments_of_all_images_at_the_model_that_is_tested(base, federation, config):
+    method = make_method(f"{base}+foogd", {"score_width": 16, "steps": 2})
     engine, start = _engine_and_start(method, federation, config)
     trained = run_round(engine, start, 0).state
     tested = settled(engine, trained)
     begun = settled(engine, start)  # clients train against the anchors of the model that they were sent
     sent, kept = (engine.layout.named(s.server.shared) for s in (begun, trained))
-    some = "score.anchor_mean" if score_net == "anchored" else "score.anchor_axes"
-    assert torch.allclose(kept[some], sent[some], atol=1e-6)
+    assert torch.allclose(kept["score.anchor_mean"], sent["score.anchor_mean"], atol=1e-6)
     old, new = (engine.layout.named(s.server.shared) for s in (trained, tested))
     moved = {name for name in old if not torch.equal(old[name], new[name])}
     measured = {"anchor_mean", "anchor_var", "anchor_turn", "running_mean", "running_var"}
-    if score_net == "span":
-        measured = {"anchor_axes", "anchor_spread"}
     assert moved == {f"score.{name}" for name in measured}
     assert all(torch.equal(tested.server.extra[name], value) for name, value in trained.server.extra.items())
     if base == "fedbn":  # the clients' own normalisation has a part in the features
@@ -181,30 +176,8 @@ def test_anchors_are_the_moments_of_all_images_at_the_model_that_is_tested(base,
     everyone = engine.batches.plain(torch.cat([client.indices for client in tested.clients]))
     with torch.no_grad():
         again.anchor(again.moments(nets["backbone"](everyone.x), everyone.y))
-    if score_net == "span":  # axes have no sign of their own
-        axes, spread = new["score.anchor_axes"], new["score.anchor_spread"]
-        wanted = again.anchor_axes * again.anchor_spread @ again.anchor_axes.T
-        assert torch.allclose(axes * spread @ axes.T, wanted, rtol=1e-3, atol=1e-4)
-        return
     for name in measured:
         assert torch.allclose(new[f"score.{name}"], getattr(again, name), rtol=1e-3, atol=1e-4), name
-
-
-def test_a_langevin_step_that_a_span_cannot_take_is_refused():
-    """Along a direction without spread a step multiplies by 1 - step/2sigma²: beyond -1 samples run away."""
-    with pytest.raises(InputError, match=r"step = 0\.1 is not allowed: with score_net=span it must be below .* 0\.04"):
-        FOOGD(score_net="span", sigma=0.1)
-    assert FOOGD(score_net="span", sigma=0.1, lambda_m=0.0).sigma == 0.1
-    method = FOOGD(score_net="span", sigma=0.16)
-    score = method.score_network(6, 3)
-    score.anchor_spread.mul_(torch.tensor([2.0, 1.0, 0.5, 0.0, 0.0, 0.0]))
-    draw = torch.Generator().manual_seed(0)
-    start, y = torch.randn(500, 6, generator=draw), torch.zeros(500, dtype=torch.int64)
-    with torch.no_grad():
-        found = langevin(
-            lambda v: score.given(v, method.sigma, y), start, step=method.step, steps=200, rng=draw
-        )
-    assert float(found.abs().max()) < 20
 
 
 def test_the_stein_term_stays_bounded_far_from_the_training_features(federation, config):
@@ -249,7 +222,6 @@ def _detached(net):
 
 def test_foogd_wraps_a_base_with_phases_and_other_groups(federation, config):
     check_method(FOOGD(TwoPhases(), score_width=64, steps=3))
-    check_method(FOOGD(TwoPhases(), score_width=64, steps=3, score_net="span", sigma=0.2))
     plain, _ = named(TwoPhases(), federation, config)
     wrapped, _ = named(FOOGD(TwoPhases(), lambda_a=0.0, ce_on="ori"), federation, config)
     assert all(torch.equal(value, wrapped[name]) for name, value in plain.items())

@@ -16,11 +16,13 @@ from safetensors.torch import load as load_tensors
 import foogd
 from foogd import FOOGD, Config, FedAvg, InputError, runs
 from foogd.cli import main
+from foogd.methods import method_fields, method_names
 from foogd.metrics import threshold_at_tpr
 from foogd.model import settings_digest
+from foogd.records import read_record
 from foogd.runs import Run, make_federation, read_rows
 from foogd.samples import read_samples
-from foogd.settings import read_run_config
+from foogd.settings import REMOVED, read_run_config
 
 SETTINGS = (
     "rounds=1", "clients=3", "corruptions=[]", "calibration=0.1", "participation=1.0", "severities=[1]", "min_size=20"
@@ -593,6 +595,56 @@ def test_a_model_that_lacks_what_was_evaluated_says_how_to_get_it(grown, tmp_pat
     assert f"it was evaluated, but the model was saved without it; foogd evaluate {copy} --detector knn adds it" in err
     assert foogd_command("evaluate", copy, "--detector", "knn")[0] == 0
     assert foogd_command(*words)[0] == 0
+
+
+OWN = """
+from dataclasses import dataclass
+from typing import final
+from torch.nn.functional import cross_entropy
+from foogd import Method
+
+@final
+@dataclass(frozen=True)
+class Own(Method):
+    share: float = 0.5
+    kinds: tuple[str, ...] = ("a", "b")
+
+    def losses(self, nets, batch, ctx):
+        return {"model": cross_entropy(nets["head"](batch.features), batch.y)}
+"""
+
+
+def test_a_run_with_settings_that_are_gone_is_read_where_they_had_their_defaults(tmp_path, monkeypatch, foogd_command):
+    own, folder = tmp_path / "own.py", tmp_path / "run"
+    own.write_text(OWN)
+    start(folder, f"{own}:Own", "detectors=msp")
+    own.write_text(re.sub(r"    (share|kinds): .*\n", "", OWN))
+    for key, value in (("share", 0.5), ("kinds", ["a", "b"])):
+        monkeypatch.setitem(REMOVED, key, value)
+    Image.new("L", (28, 28)).save(tmp_path / "black.png")
+    ways = (
+        ("predict", folder, tmp_path / "black.png"),
+        ("evaluate", folder, "--detector", "energy"),
+        ("run", folder / "config.toml", "--out", folder, "--resume"),
+    )
+    for words in ways:
+        assert foogd_command(*words)[0] == 0
+    report = ("report", folder, "--format", "csv", "--out", tmp_path / "table.csv")
+    assert foogd_command(*report)[0] == 0
+    assert not {"share", "kinds"} & read_record(folder).settings.keys()
+    config = folder / "config.toml"
+    config.write_text(config.read_text().replace("share = 0.5", "share = 0.25"))
+    for words in ways:
+        code, _, err = foogd_command(*words)
+        assert code == 2
+        assert "share = 0.25 is not possible any more: only its default 0.5 remains" in err
+    assert foogd_command(*report)[0] == 0  # what it says is what was done
+    assert read_record(folder).settings["share"] == 0.25
+
+
+def test_no_setting_of_today_is_among_those_that_are_gone():
+    for name in method_names():
+        assert not REMOVED.keys() & {*method_fields(name), *Config.__dataclass_fields__}
 
 
 def test_settings_that_were_changed_by_hand_are_noticed(grown, tmp_path, foogd_command):

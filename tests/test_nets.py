@@ -18,7 +18,6 @@ from foogd.nets import (
     ResNet18,
     ScoreNet,
     SmallCNN,
-    SpanScore,
     WideResNet,
     frozen,
     make_backbone,
@@ -598,56 +597,3 @@ def test_logarithmic_features_keep_their_order_and_sign_and_have_a_finite_slope_
     assert torch.allclose(score.scale(7 * z)[:2], u[:2], rtol=1e-4)  # the size of an image's features does not matter
     (slope,) = torch.autograd.grad(u[:2].sum(), z)
     assert torch.isfinite(slope).all()
-
-
-# The score of what the features of all classes span
-
-
-def spanning(score: SpanScore, z: Tensor) -> Tensor:
-    """E uuᵀ, by brute force."""
-    u = z.double() / z.double().norm(dim=1, keepdim=True) * z.shape[1] ** 0.5
-    return sum(torch.outer(row, row) for row in u) / len(u)
-
-
-@pytest.mark.parametrize("sigma", [0.05, 0.3, 2.0])
-def test_before_it_has_learnt_a_span_score_is_the_gradient_of_one_gaussian_around_the_origin(sigma: float) -> None:
-    draw = generator(11)
-    z, y = torch.randn(300, 6, generator=draw) @ torch.randn(6, 6, generator=draw), torch.zeros(300, dtype=torch.int64)
-    score = SpanScore(6, 16)
-    score.anchor(divided(score, z, y))  # however images are divided
-    around = spanning(score, z) + sigma**2 * torch.eye(6).double()
-    u = score.scale(5 * torch.randn(9, 6, generator=draw)).double().requires_grad_()
-    log_density = torch.distributions.MultivariateNormal(torch.zeros(6).double(), around).log_prob(u)
-    (wanted,) = torch.autograd.grad(log_density.sum(), u)
-    u = u.detach().float()
-    levels = torch.full((9,), sigma)
-    for found in (score(u, sigma), score(u, levels), score.steadied(u, sigma, 8), score.given(u, sigma, y[:9])):
-        assert torch.allclose(found.double(), wanted, rtol=1e-3, atol=1e-3)
-
-
-def test_a_span_score_hears_what_points_out_of_the_span_and_not_how_long_a_feature_is() -> None:
-    """What detection relies on: between 1/λ within the span and 1/σ² out of it, at every length."""
-    draw = generator(12)
-    inside, outside = torch.randn(500, 3, generator=draw), torch.randn(50, 3, generator=draw)
-    z = torch.cat([inside, torch.zeros(500, 5)], 1)
-    score = SpanScore(8, 16)
-    score.anchor(score.moments(z, torch.zeros(500, dtype=torch.int64)))
-    length, sigma = 8**0.5, 0.2
-
-    def norm(features: Tensor) -> Tensor:
-        return score.steadied(score.scale(features), sigma, 4).detach().norm(dim=1)
-
-    out = torch.cat([torch.zeros(50, 3), outside, torch.zeros(50, 2)], 1)
-    assert torch.allclose(norm(out), torch.full((50,), length / sigma**2), rtol=1e-3)
-    assert float(norm(z).max()) < length / float(score.anchor_spread[-3]) + 1e-3
-    half = norm(z[:50] / z[:50].norm(dim=1, keepdim=True) + out / out.norm(dim=1, keepdim=True))
-    assert torch.allclose(half, torch.full((50,), length / sigma**2 / 2**0.5), rtol=0.01)
-    assert torch.allclose(norm(1e-3 * z), norm(1e3 * z), rtol=1e-3)
-
-
-def test_few_or_equal_images_leave_a_span_finite() -> None:
-    score, z = SpanScore(5, 16), torch.randn(2, 5, generator=generator(13))
-    for some in (z[:1], z, z[[0, 0, 0]], 0 * z):
-        score.anchor(score.moments(some, torch.zeros(len(some), dtype=torch.int64)))
-        assert all(torch.isfinite(value).all() for value in score.state_dict().values())
-        assert torch.isfinite(score(score.scale(z), 0.3)).all()

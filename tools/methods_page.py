@@ -72,7 +72,7 @@ Where that does not hold: with a small CNN on CIFAR-10, which gets 73 % right, t
 are behind `energy` and `dice`, with a small CNN the norm is ahead (sections 19 and 21); on features that a strong
 extra loss has shaped (profile `paper`, FedATOL) `energy` is ahead of the span; on SVHN variants of `ash` are ahead of
 `span_own` by up to 2.5 points on some models. `score_norm`, the paper's own, finds near OUT of the embedded images and
-is behind on far OUT; with `score_net=span` it is the other way round. On the embedded images all of ours reject more
+is behind on far OUT. On the embedded images all of ours reject more
 of IN-C than `energy` does (29 to 32 % against 18), on CIFAR-10 as much as `energy`.
 """
 COLUMNS = (

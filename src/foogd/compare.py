@@ -22,7 +22,7 @@ from .errors import InputError
 from .report import Table, detector_name
 from .runs import CONFIG, ENVIRONMENT, FLOWER, PARTITION, need_run, read_json, read_rounds, resume_command
 from .samples import Samples, SampleSet, read_samples
-from .settings import parse_toml
+from .settings import read_run_settings
 
 Key = tuple[str, str, str, str]  # metric, split, data set, detector ("" where there is none)
 TPR = (19, 20)  # 0.95, in whole numbers
@@ -191,7 +191,7 @@ def _settings(folder: Path) -> dict[str, Any]:
     # A folder from before a setting existed was made with its default.
     defaults = {item.name: item.default for item in fields(Config)}
     shown = {key: list(value) if isinstance(value, tuple) else value for key, value in defaults.items()}
-    return shown | parse_toml(path.read_bytes(), str(path))
+    return shown | read_run_settings(path)
 
 
 def _samples(folder: Path) -> Samples:

@@ -455,12 +455,16 @@ def _sums(prefix: str, passes: Sequence[Mapping[str, Tensor]]) -> Iterator[tuple
 def settings_digest(config: Config, method: Method, keys: Iterable[str] | None = None) -> dict[str, Any]:
     """A digest of the settings that decide what a model computes, and which ones they are: `keys`, or all of today.
 
-    A later version may have more settings, whose defaults do what was done before.
+    A later version may have more settings, or fewer: their defaults do what was done before.
     """
     values = {"method": _code(config.method), "backbone": _code(str(config.backbone)), "seed": config.seed}
     known = method_fields(config.method)  # the name decides the other fields
     values |= {key: value for key, value in method_settings(method).items() if key in known}
     chosen = sorted(values) if keys is None else list(keys)
+    if keys is not None:  # of a file, which the core alone does not read
+        from .settings import REMOVED
+
+        values = REMOVED | values
     text = json.dumps({key: _plain(values.get(key)) for key in chosen}, sort_keys=True)
     return {"settings": chosen, "settings_sha256": hashlib.sha256(text.encode()).hexdigest()}
 

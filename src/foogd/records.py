@@ -17,7 +17,7 @@ from .methods.foogd import FOOGD, nearest_profile
 from .report import Report
 from .runs import CONFIG, ENVIRONMENT, FLOWER, PARTITION, ROUNDS, read_json, read_rounds, read_rows
 from .samples import Samples, read_samples
-from .settings import parse_toml
+from .settings import read_run_settings
 
 Settings = tuple[tuple[str, Any], ...]
 _LEAKS = "training_images_in_tests"
@@ -302,7 +302,7 @@ def read_record(folder: Path) -> Record:
     """What a run folder holds; the code of methods and data that it names is not needed."""
     path = folder / CONFIG
     try:
-        written = parse_toml(path.read_bytes(), str(path))
+        written = read_run_settings(path)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
     missing = [key for key in ("method", "seed", "rounds", "data") if key not in written]

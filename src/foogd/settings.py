@@ -33,6 +33,10 @@ PROFILE = (
 """Name, default and meaning of what is no field of FOOGD: it stands for values of others, here and in the run."""
 
 
+REMOVED: dict[str, Any] = {}
+"""Settings that are gone → the default that each had, as TOML holds it. What it did is what is done now."""
+
+
 def preset_names() -> list[str]:
     """The presets inside the package."""
     folder = resources.files("foogd") / "presets"
@@ -100,6 +104,9 @@ def resolve(preset: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[Co
         if key not in merged and item.default is MISSING and item.default_factory is MISSING:
             raise InputError(f"setting {key!r} of method {name} has no default: give it with --set {key}=VALUE")
     known |= known_method
+    for key in [key for key in merged if key in REMOVED and key not in known]:
+        if (value := merged.pop(key)) != REMOVED[key]:
+            raise InputError(f"{key} = {value!r} is not possible any more: only its default {REMOVED[key]!r} remains")
     checked = check_settings(merged, known, name)
     config = Config(**{key: value for key, value in checked.items() if key in known_config})
     try:
@@ -123,6 +130,12 @@ def read_run_config(path: Path) -> tuple[Config, Method]:
     return config, method
 
 
+def read_run_settings(path: Path) -> dict[str, Any]:
+    """What a run's config.toml says, without settings that are gone and had their default."""
+    settings = parse_toml(path.read_bytes(), str(path))
+    return {key: value for key, value in settings.items() if key not in REMOVED or value != REMOVED[key]}
+
+
 def _flatten(preset: Mapping[str, Any], name: str) -> dict[str, Any]:
     """A preset without its tables, and with the values of those that belong to the method."""
     base, suffix = split_name(name)
@@ -143,7 +156,7 @@ def _check_table(name: str, table: Mapping[str, Any]) -> None:
     known = {item.name for item in (*fields(Config), *fields(TABLES[name]))}  # type: ignore[arg-type]
     known = known - {"base", "method"} | ({"profile"} if name == "foogd" else set())
     for key in table:
-        if key not in known:
+        if key not in known and key not in REMOVED:
             raise InputError(f"table [{name}] has a setting {key!r} that is not known{near(key, known)}")
 
 

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from ..data.augment import fourier_mix_released
 from ..engine.arena import ServerNets
 from ..engine.rng import with_seed
-from ..errors import InputError
 from ..functional import dsm, dsm_noise_target, ksd, ksd_released, langevin, median_bandwidth, mmd
-from ..nets.score import AnchoredScore, MeasuredScore, ScoreNet, ScoreNetwork, SpanScore, frozen
+from ..nets.score import AnchoredScore, MeasuredScore, ScoreNet, ScoreNetwork, frozen
 from ..types import (
     Batch,
     ClassScore,
@@ -55,8 +54,8 @@ class FOOGD(Method):
     score_net: str = field(
         default="anchored",
         metadata={
-            "choices": ("anchored", "span", "mlp"),
-            "help": "a network, and what it adds to: one Gaussian a class, one of the span of all features, or nothing",
+            "choices": ("anchored", "mlp"),
+            "help": "a network, and what it adds to: one Gaussian a class, or nothing",
         },
     )
     score_width: int = field(default=1024, metadata={"ge": 1, "help": "hidden width of the score network"})
@@ -112,12 +111,6 @@ class FOOGD(Method):
         "one pass over the client's images before training"
     )
 
-    def __post_init__(self) -> None:
-        # Where features have no spread at all, a Langevin step multiplies by 1 − step/2sigma².
-        if self.score_net == "span" and self.lambda_m > 0 and self.step >= 4 * self.sigma**2:
-            longest = f"below 4 sigma² = {4 * self.sigma**2:.3g}"
-            raise InputError(f"step = {self.step} is not allowed: with score_net=span it must be {longest}")
-
     @property
     def groups(self) -> Mapping[str, tuple[str, ...]]:
         return {**(self.base.groups if self.train_base else {}), "score": ("score",)}
@@ -142,8 +135,6 @@ class FOOGD(Method):
 
     def score_network(self, width: int, num_classes: int) -> ScoreNetwork:
         """A fresh score network for features of this width."""
-        if self.score_net == "span":  # its space is its own
-            return SpanScore(width, self.score_width, self.conditioned, self.trust)
         how = self.conditioned, self.standardise, self.log_share
         if self.score_net == "anchored":
             return AnchoredScore(width, num_classes, self.score_width, *how, self.whiten, self.trust)

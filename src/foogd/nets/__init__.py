@@ -15,7 +15,7 @@ from .cnn import SmallCNN
 from .dropout import Dropout, bind_dropout, own_dropout
 from .generator import FeatureGenerator, ImageDiscriminator, ImageGenerator
 from .resnet import ResNet18
-from .score import AnchoredScore, MeasuredScore, ScoreNet, ScoreNetwork, SpanScore, frozen
+from .score import AnchoredScore, MeasuredScore, ScoreNet, ScoreNetwork, frozen
 from .wrn import WideResNet
 
 __all__ = [
@@ -30,7 +30,6 @@ __all__ = [
     "ScoreNet",
     "ScoreNetwork",
     "SmallCNN",
-    "SpanScore",
     "WideResNet",
     "bind_dropout",
     "frozen",

@@ -278,50 +278,6 @@ class AnchoredScore(MeasuredScore):
         return weight @ pulled - z * (weight @ ease)
 
 
-@final
-class SpanScore(MeasuredScore):
-    """The score of one Gaussian around the origin, N(0, M + σ²I), plus a network: s(u, σ) = −(M + σ²I)⁻¹u + net(u, σ).
-
-    u is z at the length √d, and M = E uuᵀ over all training features. A trained backbone lets the features of C classes
-    span little more than C directions; what is odd about an input is the share of its features that points out of
-    them. Along a direction of spread λ a feature counts 1/(λ + σ²): next to nothing within the span, the most outside
-    of it. Every feature has the same length, so it is a share, and not how loud an image is. No label is needed, and
-    what clients send is one sum of products.
-    """
-
-    anchor_axes: Tensor
-    anchor_spread: Tensor
-
-    def __init__(self, feature_width: int, width: int = 1024, conditioned: bool = True, trust: float = 1.0) -> None:
-        super().__init__(feature_width, width, conditioned, trust=trust)
-        self.register_buffer("anchor_axes", torch.eye(feature_width))
-        self.register_buffer("anchor_spread", torch.ones(feature_width))
-
-    @torch.no_grad()
-    def moments(self, z: Float[Tensor, "b d"], y: Int[Tensor, " b"]) -> dict[str, Tensor]:
-        u = self.scale(z.double())
-        return {"images": u.new_full((), float(len(u))), "outer": u.T @ u}
-
-    @torch.no_grad()
-    def anchor(self, sums: Mapping[str, Tensor]) -> None:
-        spread, axes = torch.linalg.eigh(sums["outer"] / sums["images"])
-        self.anchor_axes.copy_(axes)
-        self.anchor_spread.copy_(spread.clamp_min(0.0))
-
-    def scale(self, z: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
-        return of_equal_length(z)
-
-    def given(
-        self, z: Float[Tensor, "b d"], sigma: float | Float[Tensor, " b"], y: Int[Tensor, " b"]
-    ) -> Float[Tensor, "b d"]:
-        out: Tensor = self(z, sigma)
-        return out
-
-    def _pull(self, z: Tensor, sigma: float | Tensor, classes: Tensor | None = None) -> Tensor:
-        square = sigma.to(z).square().reshape(-1, 1) if isinstance(sigma, Tensor) else sigma**2
-        return -((z @ self.anchor_axes) / (self.anchor_spread + square)) @ self.anchor_axes.T
-
-
 def of_equal_length(z: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
     """Every feature vector at the length √d, as if its entries had a mean square of 1; 0 stays 0."""
     return math.sqrt(z.shape[1]) * nn.functional.normalize(z)
