@@ -15,7 +15,7 @@ from foogd.cli import summary_of, sums_of
 from foogd.data.synthetic import tiny_federation
 from foogd.detect import DETECTORS
 from foogd.flower.options import on_flower
-from foogd.methods import FOOGD, METHODS, make_method, method_names
+from foogd.methods import FOOGD, METHODS, AnchoredFOOGD, make_method, method_names
 from foogd.report import Table
 from foogd.settings import PROFILE
 
@@ -106,7 +106,7 @@ def page() -> str:
         adds = (f"`{name}`", summary_of(name, built).rstrip("."))
         rows.append((*adds, built.travels, *bytes_, built.keeps, built.passes, on_flower(built), built.paper))
     text = [HEAD, Table("", COLUMNS, tuple(rows)).markdown((0, 1, 2, 6, 7, 8, 9)), BETWEEN]
-    for title, cls in (*METHODS.items(), ("+foogd", FOOGD)):
+    for title, cls in (*METHODS.items(), ("+foogd", FOOGD), ("+foogd with `profile=anchored`", AnchoredFOOGD)):
         built = cls()
         known = [item for item in fields(built) if "help" in item.metadata]
         lines = [(item.name, f"`{getattr(built, item.name)}`", item.metadata["help"]) for item in known]

@@ -40,7 +40,7 @@ from .detect import DETECTORS, Detector
 from .engine.eager import resolve_device
 from .errors import InputError
 from .flower.options import on_flower
-from .methods import FOOGD, METHODS, make_method, method_names
+from .methods import FOOGD, METHODS, AnchoredFOOGD, make_method, method_names
 from .methods.base import Method
 from .metrics import needed_for_tpr
 from .model import as_images, load
@@ -349,7 +349,7 @@ def methods(
         grid.add_row(name, summary_of(name, built), built.travels, on_flower(built), built.paper)
     console.print(grid)
     console.print("\nAny method takes +foogd, and one that has the setting views takes +aug.", highlight=False)
-    owners: dict[str, type[Method]] = {**METHODS, "+foogd": FOOGD}
+    owners: dict[str, type[Method]] = {**METHODS, "+foogd": FOOGD, "+foogd, profile=anchored": AnchoredFOOGD}
     for title, cls in owners.items():
         show_settings(f"{title} (--set key=value)", cls(), *([PROFILE] if cls is FOOGD else []))
 

@@ -15,7 +15,7 @@ from .config import Config, quoted
 from .data.corrupt import CORRUPTIONS
 from .engine.aggregate import RULES
 from .errors import InputError
-from .methods import FOOGD, METHODS, PROFILES
+from .methods import FOOGD, METHODS, PROFILES, AnchoredFOOGD
 from .methods.base import Method
 from .nets import BACKBONES
 from .runs import to_toml
@@ -24,7 +24,7 @@ from .settings import PROFILE, allowed, nearest
 COLUMNS = ("setting", "default", "allowed", "meaning")
 ELSEWHERE = (
     "A method has settings of its own, which are given in the same way: `foogd methods` lists them. `profile` of "
-    f"+foogd gives values to several of them at once: {', '.join(PROFILES)}."
+    f"+foogd chooses what it means: {', '.join(PROFILES)}."
 )
 
 # Names are texts as far as a type can say, but not every text is one.
@@ -64,7 +64,7 @@ def run_groups() -> Groups:
 
 def method_groups() -> Groups:
     """The settings of the methods, by the methods that have them."""
-    classes: dict[str, type[Method]] = {**METHODS, "+foogd": FOOGD}
+    classes: dict[str, type[Method]] = {**METHODS, "+foogd": FOOGD, "+foogd with profile=anchored": AnchoredFOOGD}
     owners: dict[Setting, list[str]] = {}
     for title, cls in classes.items():
         for line in _lines(cls()):

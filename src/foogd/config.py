@@ -124,7 +124,6 @@ class Config:
     keep_momentum: bool = setting(False, "clients keep the momentum of SGD between rounds")
     flip: bool = setting(False, "random horizontal flips, the same for all methods")
     crop: int = setting(0, "random crops after padding by so many pixels, the same for all methods", ge=0)
-    weighting: str = setting("samples", "weight of a client in the mean", choices=("samples", "batches"))
     bn_pool: str = setting("average", "how running variances are joined", choices=("average", "exact"))
     aggregation: str = setting(
         "mean", "how updates are joined: mean, median, trimmed, or by group as in 'mean,score=median'", added=True
@@ -132,10 +131,6 @@ class Config:
     trim: float = setting(0.1, "share that a trimmed mean leaves out at each end", ge=0.0, lt=0.5, added=True)
     update_bound: float = setting(
         0.0, "largest norm of what an update changes; 0: no bound", ge=0.0, added=True
-    )
-    partners: str = setting("own", "whose images the Fourier view mixes in; all leaks data", choices=("own", "all"))
-    train_constants: str = setting(
-        "dataset", "mean and deviation that normalise training images", choices=("dataset", "imagenet")
     )
 
     detectors: tuple[str, ...] = setting(

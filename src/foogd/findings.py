@@ -16,6 +16,7 @@ from .published import DOMAINS, OF_NODES, departures
 from .records import Collection, Record, Scene, shown
 from .report import Cell, Grid, Measure, Report, detector_name, paper_detector, reported_detector
 from .runs import skipped_sentence
+from .settings import profile_of
 
 # Which threshold a number is measured at.
 AT_IN = "each client's threshold lets 95 % of its IN test images pass"
@@ -525,8 +526,9 @@ def _adapts(record: Record) -> bool:
     """
     if split_name(record.method)[0] not in METHODS:
         return False
-    own = {key: record.settings[key] for key in method_fields(record.method) if key in record.settings}
     try:
+        known = {"profile", *method_fields(record.method, profile_of(record.settings))}
+        own = {key: value for key, value in record.settings.items() if key in known}
         method = make_method(record.method, own)
     except InputError:  # settings of another version, or changed by hand; their results can still be shown
         return False

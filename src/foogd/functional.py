@@ -89,33 +89,6 @@ def ksd(
     return _PAIR_MEANS[statistic](_stein_kernel(_product(s, s), _score_alignment(s, s, a, a), r2, h, a.shape[1]))
 
 
-def ksd_released(
-    score_z: Float[Tensor, "n d"],
-    score_z_hat: Float[Tensor, "n d"],
-    z: Float[Tensor, "n d"],
-    z_hat: Float[Tensor, "n d"],
-) -> Float[Tensor, ""]:
-    """The authors' released Stein term, the mean of u(z_i, ẑ_j) with part of its gradient; for the `released` profile.
-
-    One argument comes from the originals and one from the augmented view, so this is not a discrepancy: its expectation
-    is 0 for any ẑ once s is the score of z (Stein's identity). The value is the full u of `ksd`. In its gradient
-    the vectors ∇k in s(z)·∇_ẑ k and s(ẑ)·∇_z k are constants; the kernel of the first term, the whole trace
-    term and all scores are differentiated. h = median/log(n+1) + 10⁻⁹, detached, with the lower median of ‖ẑ_i−z_j‖²
-    over i < j; the released code leaves distances of exactly 0 out of it and is nan when none is left, here they count.
-    """
-    n = len(z)
-    if n < 2:
-        return 0.0 * (z.sum() + z_hat.sum() + score_z.sum() + score_z_hat.sum())
-    a, b = _centred(z, z_hat)
-    p, q = _at_least_float32(score_z), _at_least_float32(score_z_hat)
-    r2 = _squared_distances(a, b)
-    rows, columns = torch.triu_indices(n, n, offset=1, device=z.device)
-    h = r2.detach()[columns, rows].median() / math.log(n + 1) + 1e-9
-    k = torch.exp(-r2 / h)
-    cross = k.detach() * (2 / h) * _score_alignment(p, q, a.detach(), b.detach())
-    return (k * (_product(p, q) + 2 * a.shape[1] / h - (4 / h**2) * r2) + cross).mean()
-
-
 # ------------------------------------------------------------------------------------------- score matching, sampling
 
 
@@ -125,34 +98,14 @@ def dsm(
     *,
     sigma: float | Float[Tensor, ""] | Float[Tensor, " b"],
     rng: torch.Generator | None,
-    power: float = 2.0,
 ) -> Float[Tensor, ""]:
     """Denoising score matching: the mean of ½‖σ·s(z+σv) + v‖² with v ~ N(0, I), which is Eq. 4 with weight σ².
 
-    `sigma` is one number or one per sample. The minimiser is the score of the density of z + σv. Another `power` p
-    weighs the levels of Eq. 4 by σ^p; 0 is the equation as printed.
+    `sigma` is one number or one per sample. The minimiser is the score of the density of z + σv.
     """
     z, sigma = _at_least_float32(z), _per_sample(sigma)
     v = _noise(z, rng)
-    error = (sigma * score(z + sigma * v) + v).square().sum(dim=1, keepdim=True)
-    return 0.5 * (error if power == 2.0 else sigma ** (power - 2.0) * error).mean()
-
-
-def dsm_noise_target(
-    score: Callable[[Tensor], Tensor],
-    z: Float[Tensor, "b d"],
-    *,
-    sigma: float | Float[Tensor, ""] | Float[Tensor, " b"],
-    rng: torch.Generator | None,
-    power: float = 2.0,
-) -> Float[Tensor, ""]:
-    """The authors' released score matching: the mean of ½σ^power ‖s(z+σv) + v‖²; for the `released` profile only.
-
-    Its target is −v, so what it learns is σ times the score.
-    """
-    z, sigma = _at_least_float32(z), _per_sample(sigma)
-    v = _noise(z, rng)
-    return 0.5 * (sigma**power * (score(z + sigma * v) + v).square()).sum(dim=1).mean()
+    return 0.5 * (sigma * score(z + sigma * v) + v).square().sum(dim=1, keepdim=True).mean()
 
 
 def langevin(

@@ -28,7 +28,7 @@ from .engine.eager import build_nets, resolve_device
 from .engine.rng import Streams
 from .errors import InputError
 from .evaluate import Evaluation, mean_private
-from .methods import method_fields, method_settings
+from .methods import written_settings
 from .methods.base import Method
 from .metrics import threshold_at_tpr
 from .types import Context
@@ -458,8 +458,7 @@ def settings_digest(config: Config, method: Method, keys: Iterable[str] | None =
     A later version may have more settings, or fewer: their defaults do what was done before.
     """
     values = {"method": _code(config.method), "backbone": _code(str(config.backbone)), "seed": config.seed}
-    known = method_fields(config.method)  # the name decides the other fields
-    values |= {key: value for key, value in method_settings(method).items() if key in known}
+    values |= written_settings(config.method, method)
     chosen = sorted(values) if keys is None else list(keys)
     if keys is not None:  # of a file, which the core alone does not read
         from .settings import REMOVED

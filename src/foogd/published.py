@@ -12,7 +12,7 @@ from typing import Any, final
 from .config import WHERE
 from .data.federation import LEFT_OUT
 from .errors import InputError
-from .methods.foogd import FOOGD, PROFILES, nearest_profile
+from .methods import AnchoredFOOGD
 
 PAPER_PRESETS = ("cifar10", "cifar100", "tinyimagenet", "pacs")
 DOMAINS = frozenset({"art_painting", "cartoon", "photo", "sketch"})  # of PACS, each left out once
@@ -34,9 +34,6 @@ _VARIANTS: dict[str, tuple[str, Any]] = {
     "lambda_m=0": ("lambda_m", 0.0),
     "lambda_a=0": ("lambda_a", 0.0),
 }
-
-# Where our preset has another value than the one that is printed.
-_PRINTED: dict[str, Any] = {"lambda_a": 0.05}
 
 
 @final
@@ -96,7 +93,7 @@ def published(
 def departures(settings: Mapping[str, Any]) -> list[str]:
     """In which settings a run differs from those of the paper's table, in words; [] where it repeats them.
 
-    A run with the profile `paper` or `released` of FOOGD differs in what it has otherwise than that profile.
+    Of the anchored variant of FOOGD, which is another method, its own settings are not listed.
     """
     data = str(settings.get("data", ""))
     if data not in PAPER_PRESETS:
@@ -106,16 +103,13 @@ def departures(settings: Mapping[str, Any]) -> list[str]:
     if "train_base" in variant:
         variant |= {"init", "lambda_a"}  # the trained net stays as it is: no Stein term moves it
     found = []
-    wrapped = str(settings.get("method", "")).endswith("+foogd")
-    profile, differing = nearest_profile(settings) if wrapped else ("fixed", {})
-    if profile != "fixed":
-        found = ["profile released"] if profile == "released" else []
-        of_profile = {*FOOGD.__dataclass_fields__, *PROFILES[profile]}
-        expected = {key: want for key, want in expected.items() if key not in of_profile} | differing
+    if settings.get("profile") == "anchored":
+        found = ["anchored, not in the paper"]
+        expected = {key: want for key, want in expected.items() if key not in AnchoredFOOGD.__dataclass_fields__}
     for key, want in expected.items():
         have = settings.get(key, want)
         have = list(have) if isinstance(have, tuple) else have
-        if key in _FREE | variant or have == want:
+        if key in _FREE | variant | {"profile"} or have == want:
             continue
         found.append(f"{key} {_word(have)} instead of {_word(want)}")
     return found
@@ -140,7 +134,7 @@ def _expected(data: str, method: str) -> dict[str, Any]:
     except InputError:  # a method of one's own
         return {}
     values = {key: list(value) if isinstance(value, tuple) else value for key, value in vars(config).items()}
-    return values | method_settings(built) | _PRINTED  # a run without such a setting does not differ in it
+    return values | method_settings(built)  # a run without such a setting does not differ in it
 
 
 def _word(value: Any) -> str:

@@ -13,7 +13,6 @@ from .config import WHERE, Config
 from .data.standins import SUFFIX
 from .errors import InputError
 from .evaluate import Row
-from .methods.foogd import FOOGD, nearest_profile
 from .report import Report
 from .runs import CONFIG, ENVIRONMENT, FLOWER, PARTITION, ROUNDS, read_json, read_rounds, read_rows
 from .samples import Samples, read_samples
@@ -155,16 +154,11 @@ class Group:
     def label(self) -> str:
         """The method, with the settings of its own that other runs of it have differently.
 
-        Where those are many, as between profiles of FOOGD, its profile and what differs from that.
+        The anchored variant of FOOGD is always named: it is not the paper's method.
         """
-        told, variant = [self.method], self.variant
-        if len(variant) > FEW and self.method.endswith("+foogd"):
-            profile, differing = nearest_profile(dict(variant))
-            variant = tuple(
-                (key, value) for key, value in variant if key in differing or key not in FOOGD.__dataclass_fields__
-            )
-            told += [f"profile {profile}"] if profile != "fixed" or not variant else []
-        return ", ".join([*told, *(f"{key}={shown(value)}" for key, value in variant)])
+        anchored = " (anchored, not in the paper)" if self.settings.get("profile") == "anchored" else ""
+        told = (f"{key}={shown(value)}" for key, value in self.variant if key != "profile")
+        return ", ".join([self.method + anchored, *told])
 
     @property
     def settings(self) -> Mapping[str, Any]:

@@ -43,7 +43,7 @@ from .engine.eager import EagerEngine, Engine, resolve_device, usable_device
 from .engine.graph import GraphEngine, make_engine
 from .errors import InputError
 from .evaluate import Evaluation, Evaluator, Row, no_numbers
-from .methods import method_fields, method_settings, split_name
+from .methods import method_settings, split_name, written_settings
 from .methods.base import Method
 from .model import ABOUT, MODEL, detector_tensors, is_of, model_tensors, read_about, settings_digest
 from .nets.precision import resolve_precision
@@ -125,8 +125,7 @@ class Run:
     def settings(self) -> dict[str, Any]:
         """All settings of the run, flat."""
         values = {item.name: getattr(self.config, item.name) for item in fields(self.config)}
-        known = method_fields(self.config.method)  # the name decides some fields, as `+aug` does
-        return values | {key: value for key, value in method_settings(self.method).items() if key in known}
+        return values | written_settings(self.config.method, self.method)
 
     def same_as(self, config: Config, method: Method) -> None:
         """Complain where the folder belongs to another configuration; the place of the work may differ."""

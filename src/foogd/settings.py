@@ -19,21 +19,25 @@ import pydantic
 
 from .config import Config, limits_in_words, quoted
 from .errors import InputError
-from .methods import FOOGD, METHODS, PROFILES, make_method, method_fields, split_name
+from .methods import FOOGD, METHODS, PROFILES, make_method, method_fields, split_name, variant_class
 from .methods.base import Method
 
 TABLES: dict[str, type[Method]] = {**METHODS, "foogd": FOOGD}
 
 PROFILE = (
-    "profile",
-    next(iter(PROFILES)),
-    "several values by one name: fixed, what the equations mean; paper, the text as printed; released, the authors' "
-    "code; what is set beside it counts",
+    "profile", "published", "published, the paper's method; anchored, a variant of ours that is not in the paper"
 )
-"""Name, default and meaning of what is no field of FOOGD: it stands for values of others, here and in the run."""
+"""Name, default and meaning of what chooses the class behind `+foogd`."""
 
 
-REMOVED: dict[str, Any] = {}
+REMOVED: dict[str, Any] = {
+    # of FOOGD, all of them with the values of what is called anchored now
+    "score_net": "anchored", "standardise": True, "conditioned": True, "score_features": "eval", "joint_views": True,
+    "dsm_target": "score", "anneal_power": 2.0, "mmd_kernels": 2, "ksd_pairs": "aug", "ksd_power": 2.0,
+    "ksd_log": True, "view_clip": 255, "score_optimiser": "adam", "score_momentum": 0.0,
+    # of the run
+    "weighting": "samples", "partners": "own", "train_constants": "dataset",
+}  # fmt: skip
 """Settings that are gone → the default that each had, as TOML holds it. What it did is what is done now."""
 
 
@@ -87,16 +91,11 @@ def _value(text: str) -> Any:
 def resolve(preset: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[Config, Method]:
     """The configuration and the method that a preset and the user's overrides describe."""
     name = str(overrides.get("method", preset.get("method", Config.method)))
-    known_method = method_fields(name)
+    merged: dict[str, Any] = {**_flatten(preset, name), **overrides, "method": name}
+    profile = profile_of(merged)
+    merged.pop("profile", None)
+    known_method = method_fields(name, profile)
     known_config = {item.name: item for item in fields(Config)}
-    merged: dict[str, Any] = {}
-    flat = _flatten(preset, name)
-    for layer in (flat, overrides):
-        chosen = _profile(layer, name)
-        if layer is overrides or "profile" not in overrides:  # a profile of the user replaces the preset's
-            merged |= chosen
-        merged |= {key: value for key, value in layer.items() if key != "profile"}
-    merged["method"] = name
     known: dict[str, tuple[type, Field[Any]]] = {key: (Config, item) for key, item in known_config.items()}
     for key, (owner, item) in known_method.items():
         if key in known_config:
@@ -110,7 +109,8 @@ def resolve(preset: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[Co
     checked = check_settings(merged, known, name)
     config = Config(**{key: value for key, value in checked.items() if key in known_config})
     try:
-        return config, make_method(name, {key: value for key, value in checked.items() if key not in known_config})
+        own = {key: value for key, value in checked.items() if key not in known_config}
+        return config, make_method(name, own | ({"profile": profile} if name.endswith("+foogd") else {}))
     except TypeError as error:  # a user's class that is abstract or makes itself in another way
         raise InputError(f"method {name} cannot be made from its settings: {error}") from error
 
@@ -123,7 +123,8 @@ def read_run_config(path: Path) -> tuple[Config, Method]:
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
     known = [item.name for item in fields(Config) if not item.metadata.get("added")]
-    known += [key for key, (_, item) in method_fields(config.method).items() if item.default is not None]
+    of_method = method_fields(config.method, profile_of(settings))
+    known += [key for key, (_, item) in of_method.items() if item.default is not None]
     missing = [key for key in known if key not in settings]
     if missing:
         raise InputError(f"{path} is half-written or of an older version: it has no {', '.join(missing)}")
@@ -133,7 +134,10 @@ def read_run_config(path: Path) -> tuple[Config, Method]:
 def read_run_settings(path: Path) -> dict[str, Any]:
     """What a run's config.toml says, without settings that are gone and had their default."""
     settings = parse_toml(path.read_bytes(), str(path))
-    return {key: value for key, value in settings.items() if key not in REMOVED or value != REMOVED[key]}
+    kept = {key: value for key, value in settings.items() if key not in REMOVED or value != REMOVED[key]}
+    if str(settings.get("method", "")).endswith("+foogd"):
+        kept["profile"] = profile_of(settings)
+    return kept
 
 
 def _flatten(preset: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -153,22 +157,30 @@ def _flatten(preset: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _check_table(name: str, table: Mapping[str, Any]) -> None:
     """A misspelt key is found also where the method has no use for its table."""
-    known = {item.name for item in (*fields(Config), *fields(TABLES[name]))}  # type: ignore[arg-type]
+    owners = PROFILES.values() if name == "foogd" else (TABLES[name],)
+    known = {item.name for owner in (Config, *owners) for item in fields(owner)}
     known = known - {"base", "method"} | ({"profile"} if name == "foogd" else set())
     for key in table:
         if key not in known and key not in REMOVED:
             raise InputError(f"table [{name}] has a setting {key!r} that is not known{near(key, known)}")
 
 
-def _profile(layer: Mapping[str, Any], name: str) -> dict[str, Any]:
-    if "profile" not in layer:
-        return {}
+def profile_of(settings: Mapping[str, Any]) -> str:
+    """What `+foogd` means in these settings; files from before there were profiles tell it by their score network."""
+    name = str(settings.get("method", Config.method))
     if not name.endswith("+foogd"):
-        raise InputError(f"method {name} has no setting 'profile': only methods with +foogd have profiles")
-    profile = layer["profile"]
-    if not isinstance(profile, str) or profile not in PROFILES:
-        raise InputError(f"profile = {profile!r} is not allowed: it must be one of {quoted(PROFILES)}")
-    return dict(PROFILES[profile])
+        if "profile" in settings:
+            raise InputError(f"method {name} has no setting 'profile': only methods with +foogd have profiles")
+        return PROFILE[1]
+    if "profile" in settings:
+        variant_class(settings["profile"])
+        return str(settings["profile"])
+    score_net = settings.get("score_net")
+    if score_net not in (None, REMOVED["score_net"]):
+        raise InputError(
+            f"score_net = {score_net!r} is not possible any more: runs with it are read by foogd at commit 5a65a44"
+        )
+    return PROFILE[1] if score_net is None else "anchored"
 
 
 def check_settings(

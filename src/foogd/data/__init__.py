@@ -1,6 +1,6 @@
 """Images: stores, sources, partitions, corruptions, augmentations and the federation made of them."""
 
-from .augment import flip_crop, fourier_mix, fourier_mix_released
+from .augment import flip_crop, fourier_mix
 from .corrupt import CORRUPTIONS, corrupt
 from .federation import Federation, TestSet, fit_to
 from .partition import Partition, by_domain, dirichlet, follow, pathological
@@ -23,7 +23,6 @@ __all__ = [
     "flip_crop",
     "follow",
     "fourier_mix",
-    "fourier_mix_released",
     "load_source",
     "pathological",
     "tiny_federation",

@@ -21,14 +21,18 @@ def fourier_mix(
     x: Float[Tensor, "b c h w"], partner: Float[Tensor, "b c h w"], lam: Float[Tensor, " b"] | float
 ) -> Float[Tensor, "b c h w"]:
     """Images with the phase of `x` and the amplitude (1-λ)|F(x)| + λ|F(partner)|, clamped to [0, 1] (FACT)."""
-    return _mix_amplitude(x, partner, lam).clamp(0, 1).to(x.dtype)
-
-
-def fourier_mix_released(
-    x: Float[Tensor, "b c h w"], partner: Float[Tensor, "b c h w"], lam: Float[Tensor, " b"] | float
-) -> Float[Tensor, "b c h w"]:
-    """`fourier_mix` as in the authors' released code: clipped at 225 of 255 and cut off to whole grey levels."""
-    return (_mix_amplitude(x, partner, lam) * 255).clamp(0, 225).floor().div(255).to(x.dtype)
+    if x.shape != partner.shape:
+        raise InputError(f"partner has shape {tuple(partner.shape)}; it must have that of x, {tuple(x.shape)}.")
+    share = lam.reshape(-1, 1, 1, 1) if isinstance(lam, Tensor) else lam
+    precision = torch.promote_types(x.dtype, torch.float32)  # no transform knows bfloat16
+    transform, inverse = (_dft, _inverse_dft) if x.is_cuda else (_fft, _inverse_fft)
+    own = transform(x.to(precision))
+    amplitude = own.abs()
+    # Where the amplitude is 0 the phase is taken as 0, as angle(0) would be.
+    unit = torch.where(amplitude > 0, own / torch.where(amplitude > 0, amplitude, 1.0), 1.0)
+    other = transform(partner.to(precision)).abs()
+    mixed: Tensor = inverse((1 - share) * own + share * other * unit, x.shape[-2], x.shape[-1])
+    return mixed.clamp(0, 1).to(x.dtype)
 
 
 def flip_crop(x: Shaped[Tensor, "b c h w"], rng: Rng, *, flip: bool, pad: int) -> Shaped[Tensor, "b c h w"]:
@@ -55,21 +59,6 @@ def flip_crop(x: Shaped[Tensor, "b c h w"], rng: Rng, *, flip: bool, pad: int) -
     image = torch.arange(b, device=x.device)[:, None, None, None]
     channel = torch.arange(c, device=x.device)[None, :, None, None]
     return x[image, channel, rows[:, None, :, None], columns[:, None, None, :]]
-
-
-def _mix_amplitude(x: Tensor, partner: Tensor, lam: Tensor | float) -> Tensor:
-    if x.shape != partner.shape:
-        raise InputError(f"partner has shape {tuple(partner.shape)}; it must have that of x, {tuple(x.shape)}.")
-    share = lam.reshape(-1, 1, 1, 1) if isinstance(lam, Tensor) else lam
-    precision = torch.promote_types(x.dtype, torch.float32)  # no transform knows bfloat16
-    transform, inverse = (_dft, _inverse_dft) if x.is_cuda else (_fft, _inverse_fft)
-    own = transform(x.to(precision))
-    amplitude = own.abs()
-    # Where the amplitude is 0 the phase is taken as 0, as angle(0) would be.
-    unit = torch.where(amplitude > 0, own / torch.where(amplitude > 0, amplitude, 1.0), 1.0)
-    other = transform(partner.to(precision)).abs()
-    mixed: Tensor = inverse((1 - share) * own + share * other * unit, x.shape[-2], x.shape[-1])
-    return mixed
 
 
 def _fft(x: Tensor) -> Tensor:

@@ -14,8 +14,6 @@ from ..data.federation import Federation
 from ..methods.base import Method
 from ..types import Batch, Rng
 
-IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-
 
 def steps_per_epoch(samples: int, config: Config) -> int:
     """Batches of one epoch over so many samples."""
@@ -43,10 +41,7 @@ class BatchMaker:
 
     @classmethod
     def of(cls, method: Method, federation: Federation, config: Config, device: torch.device) -> BatchMaker:
-        mean, std = federation.mean, federation.std
-        if config.train_constants == "imagenet" and len(mean) == 3:
-            mean, std = IMAGENET
-        return cls(method, federation, config, *_constants(mean, std, device))
+        return cls(method, federation, config, *_constants(federation.mean, federation.std, device))
 
     def training(self, indices: Tensor, own: Tensor, rng: Rng, count: Tensor | None = None) -> Batch:
         """The training batch at `indices`; partners come from `own`, the client's indices, or its first `count`."""
@@ -54,8 +49,6 @@ class BatchMaker:
         images = flip_crop(self._images(indices), rng, flip=config.flip, pad=config.crop)
         x, x_hat = self.method.first_view(images, rng), None
         if self.method.views == 2:
-            if config.partners == "all":
-                own, count = torch.cat(self.federation.train_indices).to(own.device), None
             # Not randint, whose bound a captured step could not change from client to client.
             share = torch.rand(len(indices), generator=rng("partner"), device=own.device, dtype=torch.float64)
             size = len(own) if count is None else count

@@ -311,8 +311,6 @@ class EagerEngine:
 
     def weight(self, client: ClientState) -> float:
         """The client's weight in the mean."""
-        if self.config.weighting == "batches":
-            return self.method.weight(float(steps_per_epoch(len(client.indices), self.config)))
         return self.method.weight(float(len(client.indices)))
 
 

@@ -83,8 +83,6 @@ def on_flower(method: Method) -> str:
 
 def config_refusal(config: Config) -> str | None:
     """Which setting of a run is for the simulator only, or None."""
-    if config.partners == "all":
-        return "partners = 'all' needs the images of other clients"
     if config.clients < 1:
         return "clients is 0, and the server must know how many nodes to wait for"
     if config.init:

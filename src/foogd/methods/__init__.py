@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import Field, fields, replace
 from typing import Any
 
+from ..config import quoted
 from ..errors import InputError
 from ..plugins import blamed, load_object
+from .anchored import AnchoredFOOGD
 from .base import HINT, Method, class_flaw
 from .fedatol import FedATOL
 from .fedavg import FedAvg
@@ -19,7 +21,7 @@ from .fedprox import FedProx
 from .fedrod import FedRoD
 from .fedt3a import FedT3A
 from .fedthe import FedTHE
-from .foogd import FOOGD, PROFILES, profile
+from .foogd import FOOGD, ScoreWrapper
 from .foster import FOSTER
 from .scaffold import SCAFFOLD
 
@@ -40,6 +42,9 @@ METHODS: dict[str, type[Method]] = {
 }
 """Base methods by their name on the command line."""
 
+PROFILES: dict[str, type[ScoreWrapper]] = {"published": FOOGD, "anchored": AnchoredFOOGD}
+"""What `+foogd` means, by its setting `profile`: the paper's method, or a variant of ours."""
+
 SUFFIXES = {"+foogd": "wrapped in FOOGD", "+aug": "with the augmented view in its own loss"}
 
 __all__ = [
@@ -48,6 +53,7 @@ __all__ = [
     "METHODS",
     "PROFILES",
     "SCAFFOLD",
+    "AnchoredFOOGD",
     "FedATOL",
     "FedAvg",
     "FedBN",
@@ -64,7 +70,7 @@ __all__ = [
     "method_names",
     "method_settings",
     "possible_names",
-    "profile",
+    "written_settings",
 ]
 
 
@@ -104,7 +110,7 @@ def base_class(name: str) -> type[Method]:
     return loaded
 
 
-def method_fields(name: str) -> dict[str, tuple[type[Method], Field[Any]]]:
+def method_fields(name: str, profile: str = "published") -> dict[str, tuple[type[Method], Field[Any]]]:
     """The settings that a method has: name → the class that owns it and its field."""
     base, suffix = split_name(name)
     known: dict[str, tuple[type[Method], Field[Any]]] = {}
@@ -115,34 +121,53 @@ def method_fields(name: str) -> dict[str, tuple[type[Method], Field[Any]]]:
             raise InputError(f"{name} is not possible: {base} has no setting `views`")
         known.pop("views", None)  # decided by the suffix
     if suffix == "+foogd":
-        known |= {item.name: (FOOGD, item) for item in fields(FOOGD) if item.name != "base"}
+        variant = variant_class(profile)
+        known |= {item.name: (variant, item) for item in fields(variant) if item.name != "base"}
     return known
+
+
+def variant_class(profile: Any) -> type[ScoreWrapper]:
+    """The class of a profile of FOOGD."""
+    if isinstance(profile, str) and profile in PROFILES:
+        return PROFILES[profile]
+    renamed = " ('fixed' is called 'anchored' now)" if profile == "fixed" else ""
+    raise InputError(f"profile = {profile!r} is not allowed: it must be one of {quoted(PROFILES)}{renamed}")
 
 
 def make_method(name: str, settings: Mapping[str, Any] | None = None) -> Method:
     """A method from its name and flat settings; those of FOOGD and of its base may be mixed."""
-    known, settings = method_fields(name), dict(settings or {})
+    base_name, suffix = split_name(name)
+    settings = dict(settings or {})
+    profile = settings.pop("profile", "published") if suffix == "+foogd" else "published"
+    known = method_fields(name, profile)
     for key in settings:
         if key not in known:
             allowed = ", ".join(sorted(known)) or "none"
             raise InputError(f"method {name} has no setting {key!r}: it has {allowed}")
-    base_name, suffix = split_name(name)
-    cls, own = base_class(base_name), {key: value for key, value in settings.items() if known[key][0] is not FOOGD}
+    cls, variant = base_class(base_name), variant_class(profile)
     with blamed(base_name):
-        base = cls(**own)
+        base = cls(**{key: value for key, value in settings.items() if known[key][0] is cls})
     if suffix == "+aug":
         return replace(base, views=2)  # type: ignore[type-var]
     if suffix == "+foogd":
-        return FOOGD(base, **{key: value for key, value in settings.items() if known[key][0] is FOOGD})
+        return variant(base, **{key: value for key, value in settings.items() if known[key][0] is variant})
     return base
 
 
+def written_settings(name: str, method: Method) -> dict[str, Any]:
+    """The settings of a method as a file holds them: without those that its name decides."""
+    found = method_settings(method)
+    if split_name(name)[1]:
+        found.pop("views", None)
+    return found
+
+
 def method_settings(method: Method) -> dict[str, Any]:
-    """All settings of a method, flat: those of FOOGD beside those of its base."""
+    """All settings of a method, flat: those of FOOGD and its profile beside those of its base."""
     own = {item.name: getattr(method, item.name) for item in fields(method)}  # type: ignore[arg-type]
-    base = own.pop("base", None)
-    if base is None:
+    if not isinstance(method, ScoreWrapper):
         return own
-    inner = method_settings(base)
+    inner = method_settings(own.pop("base"))
     inner.pop("views", None)
-    return {**inner, **own}
+    profile = next(name for name, cls in PROFILES.items() if isinstance(method, cls))
+    return {**inner, "profile": profile, **own}

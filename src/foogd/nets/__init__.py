@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from ..engine.rng import with_seed
 from ..errors import InputError
 from ..plugins import load_object
+from .anchored import AnchoredScore
 from .cnn import SmallCNN
 from .dropout import Dropout, bind_dropout, own_dropout
 from .generator import FeatureGenerator, ImageDiscriminator, ImageGenerator
 from .resnet import ResNet18
-from .score import AnchoredScore, MeasuredScore, ScoreNet, ScoreNetwork, frozen
+from .score import ScoreNet, ScoreNetwork, frozen
 from .wrn import WideResNet
 
 __all__ = [
@@ -25,7 +26,6 @@ __all__ = [
     "FeatureGenerator",
     "ImageDiscriminator",
     "ImageGenerator",
-    "MeasuredScore",
     "ResNet18",
     "ScoreNet",
     "ScoreNetwork",
