@@ -161,7 +161,7 @@ def test_results_show_means_and_deviations_with_the_best_in_bold(demo, page):
 
 
 def test_names_cannot_become_markup(tmp_path):
-    make_run(tmp_path / "<script>x", "fedavg", names=[NASTY, "b"], rounds=2, data_name=NASTY)
+    make_run(tmp_path / "<script>x", "fedavg", names=[NASTY, "b"], rounds=2)
     path = tmp_path / "<script>x" / "partition.json"
     path.write_text(path.read_text().replace("class 0", "</td><img src=y>"))
     text = html_report(collect(find_runs([tmp_path])), title=NASTY)
@@ -412,20 +412,7 @@ def test_a_run_that_stands_there_twice_counts_once(tmp_path):
     assert any("same settings and seed" in note for note in collection.notes)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_made_up_images_are_no_seed_of_real_ones(tmp_path, seed):
-    make_run(tmp_path / "a", seed=seed, data_name="fashion (stand-in)", data_root="made-up", samples=False)
-    make_run(tmp_path / "b", seed=0, data_root="real", samples=False)
-    collection = collect(find_runs([tmp_path]))
-    assert [scene.title for scene in collection.scenes] == ["images of fashion", "images of fashion (stand-in)"]
-    assert [record.folder.name for record in collection.records] == ["b", "a"]
-    assert collection.notes == ()
-    text = markdown_report(collection)
-    assert "## Results: images of fashion (stand-in)\n" in text
-    assert "over 2 seeds" not in text
-
-
-def test_runs_of_one_seed_on_other_images_of_one_name_are_told_by_their_hash(tmp_path):
+def test_runs_of_one_seed_on_other_images_are_told_by_their_hash(tmp_path):
     for place, digest in enumerate(("1" * 64, "2" * 64, "2" * 64)):
         make_run(tmp_path / f"a{place}", data_root=f"r{place}", content_hash=digest, samples=False)
     make_run(tmp_path / "p", "fedprox", content_hash="1" * 64, samples=False)
@@ -436,7 +423,7 @@ def test_runs_of_one_seed_on_other_images_of_one_name_are_told_by_their_hash(tmp
         "training images with hash 22222222": ["fedavg"],
     }
     different, twin = collection.notes
-    assert different.startswith("Runs of one seed trained on different images, which all go by fashion:")
+    assert different.startswith("Runs of one seed and the same settings trained on different images:")
     assert re.search(r"a2 was left out: .*a1 has the same settings and seed\.$", twin)
     assert different in findings(collection)[-1].text
 
@@ -451,17 +438,6 @@ def test_a_seed_may_hold_out_images_of_its_own(tmp_path):
     assert scene.title == ""
     assert [len(group.records) for group in scene.groups] == [3, 2]
     assert collection.notes == ()
-
-
-def test_the_name_of_the_images_is_not_said_beside_that_of_the_data(tmp_path):
-    make_run(tmp_path / "a", samples=False, data_name="Fashion")
-    make_run(tmp_path / "b", preset="cifar10", rounds=10, alpha=0.5, samples=False)
-    make_run(tmp_path / "nodes", flower=True)
-    titles = [scene.title for scene in collect(find_runs([tmp_path])).scenes]
-    assert titles == ["simulated, data = cifar10", "simulated, data = fashion", "on Flower, data = fashion"]
-    make_run(tmp_path / "c", seed=1, data_name="Fashion (stand-in)", samples=False)
-    titles = [scene.title for scene in collect(find_runs([tmp_path])).scenes]
-    assert titles[1:3] == [f"simulated, data = fashion, images of {name}" for name in ("Fashion", "Fashion (stand-in)")]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -889,13 +865,6 @@ def test_published_averages_are_those_of_the_domains():
         about = {"metric": "accuracy", "split": "in-c"}
         own = [published({**settings, "leave_out": one}, **about).mean for one in sorted(DOMAINS)]
         assert published({**settings, "leave_out": "all"}, **about).mean == pytest.approx(np.mean(own), abs=0.011)
-
-
-def test_made_up_data_has_no_published_number_and_says_so(tmp_path):
-    make_run(tmp_path / "a", preset="cifar10", clients=10, samples=False, data_name="cifar10 (stand-in)")
-    collection = collect(find_runs([tmp_path]))
-    assert not paper_grid(collection.scenes[0]).has_published
-    assert any("NOT REAL DATA" in one.text for one in findings(collection))
 
 
 def test_a_run_on_flower_has_no_published_number_and_says_why(tmp_path):

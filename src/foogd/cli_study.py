@@ -127,9 +127,11 @@ def resolve_all(this: Plan, place: Path) -> dict[Path, tuple[Config, Method]]:
 def try_out(this: Plan, trial: Path, configs: Sequence[Config]) -> None:
     """Check the runs with the data of their scale in a folder that does not stay."""
     tried = with_data(this, trial, configs)
-    found = resolve_all(tried, trial)
-    if not tried.stand_ins:  # what is decoded from samples would be kept below the folder of the real data
-        found = {place: (replace(config, data_root=str(trial)), method) for place, (config, method) in found.items()}
+    # What is decoded from samples would be kept below the folder of the real data.
+    found = {
+        place: (replace(config, data_root=str(trial)), method)
+        for place, (config, method) in resolve_all(tried, trial).items()
+    }
     check_runs(tried, found)
 
 
@@ -283,6 +285,7 @@ def finish(this: Plan, folder: Path, failures: Mapping[str, str]) -> None:
     reports = sweep_reports(this, folder, failures)
     write_atomic(folder / TABLE, tables_text(this, sweep_tables(reports), failures).encode())
     short = shortened(this, reports, SHOWN)
+    console.print(escape(this.title), style="bold", highlight=False, soft_wrap=True)
     for table in sweep_tables(short):
         console.print(rich_table(table))
     for sentence in this.warnings:
