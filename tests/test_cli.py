@@ -541,7 +541,6 @@ FOOGD = (*TRY[:-1], "fedavg+foogd")
         # commands and options
         (["fly"], ["fly"]),
         (["compare", "none", "none"], ["none is not a run folder: it does not exist"]),
-        (["toy", "--out", "tiny.toml"], ["tiny.toml cannot be a folder: tiny.toml is a file"]),
         (["figures", ".", "--out", "tiny.toml"], ["tiny.toml cannot be a folder: tiny.toml is a file"]),
         (["report", ".", "--out", "folder.toml", "--format", "md"], ["folder.toml cannot be written: it is a folder"]),
         (["flower", "init", "tiny.toml"], ["tiny.toml cannot be a folder: tiny.toml is a file", "another folder"]),

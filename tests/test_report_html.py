@@ -662,10 +662,10 @@ def test_damaged_answers_are_left_out_and_the_note_says_how_to_make_them_again(t
 
 def test_places_without_runs_are_named_and_do_not_stop_a_report(tmp_path, monkeypatch):
     run_folder = make_run(tmp_path / "a", samples=False)
-    (tmp_path / "toy").mkdir()
+    (tmp_path / "empty").mkdir()
     (tmp_path / "table.md").write_text("")
     heard: list[str] = []
-    assert find_runs([run_folder, tmp_path / "toy", tmp_path / "table.md"], heard.append) == [run_folder]
+    assert find_runs([run_folder, tmp_path / "empty", tmp_path / "table.md"], heard.append) == [run_folder]
     assert [("holds no run" in heard[0]), ("is a file" in heard[1])] == [True, True]
     with pytest.raises(InputError, match="is a file"):
         find_runs([tmp_path / "table.md"])
@@ -1327,18 +1327,21 @@ def test_a_map_is_seeded_and_names_its_points(demo):
     assert (labels[distance.argmin(1)] == labels).mean() > 0.8
 
 
-def test_figures_are_written_as_vector_and_picture(demo, tmp_path):
+def test_figures_are_written_as_vector_and_picture(demo, tmp_path, monkeypatch):
     collection = collect(find_runs([demo]))
     names = []
     for name, figure in all_figures(collection, maps=1):
         names.append(name)
         if name in ("severity", "corruptions"):  # drawing takes its time
-            save_figure(tmp_path / name, figure, "pdf")
-            first = (tmp_path / f"{name}.pdf").read_bytes()
-            assert first.startswith(b"%PDF")
-            assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-            save_figure(tmp_path / name, figure, "pdf")
-            assert (tmp_path / f"{name}.pdf").read_bytes() == first
+            vector = "pdf" if name == "severity" else "svg"
+            written = []
+            for moment in ("0", "1000000000"):
+                monkeypatch.setenv("SOURCE_DATE_EPOCH", moment)  # what matplotlib takes for now
+                save_figure(tmp_path / moment / name, figure, vector)
+                written.append([(tmp_path / moment / f"{name}.{form}").read_bytes() for form in (vector, "png")])
+            assert written[0] == written[1]
+            assert written[0][0].startswith(b"%PDF" if vector == "pdf" else b"<?xml")
+            assert written[0][1].startswith(b"\x89PNG")
     assert names == ["training", "scores", "roc", "severity", "corruptions", "corruption-severity", "tsne"]
 
 

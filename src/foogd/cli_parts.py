@@ -24,7 +24,7 @@ SHOWN = ("msp", "energy", "span_own", "score_norm", "score_span")
 
 # Commands in the order in which a user needs them; they are registered file by file.
 ORDER = (
-    "run", "evaluate", "predict", "report", "compare", "figures", "demo", "sweep", "toy", "methods", "detectors",
+    "run", "evaluate", "predict", "report", "compare", "figures", "demo", "sweep", "methods", "detectors",
     "settings", "data", "flower",
 )  # fmt: skip
 
