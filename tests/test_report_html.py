@@ -7,6 +7,7 @@ import io
 import json
 import re
 import shutil
+import sys
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
@@ -638,10 +639,10 @@ def test_damaged_answers_are_left_out_and_the_note_says_how_to_make_them_again(t
 
 def test_places_without_runs_are_named_and_do_not_stop_a_report(tmp_path, monkeypatch):
     run_folder = make_run(tmp_path / "a", samples=False)
-    (tmp_path / "toy").mkdir()
+    (tmp_path / "empty").mkdir()
     (tmp_path / "table.md").write_text("")
     heard: list[str] = []
-    assert find_runs([run_folder, tmp_path / "toy", tmp_path / "table.md"], heard.append) == [run_folder]
+    assert find_runs([run_folder, tmp_path / "empty", tmp_path / "table.md"], heard.append) == [run_folder]
     assert [("holds no run" in heard[0]), ("is a file" in heard[1])] == [True, True]
     with pytest.raises(InputError, match="is a file"):
         find_runs([tmp_path / "table.md"])
@@ -1296,18 +1297,21 @@ def test_a_map_is_seeded_and_names_its_points(demo):
     assert (labels[distance.argmin(1)] == labels).mean() > 0.8
 
 
-def test_figures_are_written_as_vector_and_picture(demo, tmp_path):
+def test_figures_are_written_as_vector_and_picture(demo, tmp_path, monkeypatch):
     collection = collect(find_runs([demo]))
     names = []
     for name, figure in all_figures(collection, maps=1):
         names.append(name)
         if name in ("severity", "corruptions"):  # drawing takes its time
-            save_figure(tmp_path / name, figure, "pdf")
-            first = (tmp_path / f"{name}.pdf").read_bytes()
-            assert first.startswith(b"%PDF")
-            assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-            save_figure(tmp_path / name, figure, "pdf")
-            assert (tmp_path / f"{name}.pdf").read_bytes() == first
+            vector = "pdf" if name == "severity" else "svg"
+            written = []
+            for moment in ("0", "1000000000"):
+                monkeypatch.setenv("SOURCE_DATE_EPOCH", moment)  # what matplotlib takes for now
+                save_figure(tmp_path / moment / name, figure, vector)
+                written.append([(tmp_path / moment / f"{name}.{form}").read_bytes() for form in (vector, "png")])
+            assert written[0] == written[1]
+            assert written[0][0].startswith(b"%PDF" if vector == "pdf" else b"<?xml")
+            assert written[0][1].startswith(b"\x89PNG")
     assert names == ["training", "scores", "roc", "severity", "corruptions", "corruption-severity", "tsne"]
 
 
@@ -1360,6 +1364,48 @@ def test_a_wrong_word_is_one_sentence(demo, monkeypatch, capsys, words, sentence
         run(monkeypatch, "report", str(demo), *words)
     assert ended.value.code == 2
     assert sentence in capsys.readouterr().err
+
+
+WITHOUT_MAPS = "maps of the features need scikit-learn (pip install scikit-learn threadpoolctl)"
+
+
+@pytest.fixture(params=["sklearn", "threadpoolctl"])
+def no_maps(request, monkeypatch):
+    """One of the two packages that maps need is not installed."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == request.param]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, request.param, None)
+
+
+def test_without_scikit_learn_the_page_has_everything_but_maps(demo, tmp_path, foogd, no_maps):
+    code, said, _ = foogd("report", demo, "--out", tmp_path / "r.html")
+    assert (code, said.splitlines().count(f"Left out: {WITHOUT_MAPS}")) == (0, 1)
+    assert "t-SNE" not in said
+    text = (tmp_path / "r.html").read_text()
+    assert section(text, "maps") == f"Maps of the featuresLeft out: {WITHOUT_MAPS}."
+    for asked in (("--maps", "0"), ("--format", "md")):
+        code, said, _ = foogd("report", demo, "--out", tmp_path / "none.html", *asked)
+        assert (code, "scikit-learn" in said) == (0, False)
+    keys = re.findall(r'<section id="(\w+)"', html_report(collect(find_runs([demo])), maps=0))
+    assert "maps" not in keys
+    assert sorted([*keys, "maps"]) == sorted(re.findall(r'<section id="(\w+)"', text))
+
+
+def test_without_scikit_learn_figures_are_made_but_for_maps(demo, tmp_path, foogd, no_maps, monkeypatch):
+    monkeypatch.setattr("foogd.figures.save_figure", lambda path, figure, vector: path.touch())
+    code, said, _ = foogd("figures", demo, "--out", tmp_path)
+    assert (code, said.splitlines().count(f"Left out: {WITHOUT_MAPS}")) == (0, 1)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"training", "scores", "roc"} <= names
+    assert "tsne" not in names
+
+
+@pytest.mark.parametrize("command", ["report", "figures"])
+def test_whoever_asks_for_maps_is_told_what_they_need(demo, tmp_path, foogd, no_maps, command):
+    code, _, complaint = foogd(command, demo, "--out", tmp_path / "r.html", "--maps", "3")
+    assert (code, complaint.count("\n")) == (2, 1)
+    assert f"--maps 3 is not possible: {WITHOUT_MAPS}" in complaint
+    assert not (tmp_path / "r.html").exists()
 
 
 def test_a_real_run_makes_a_whole_report(tmp_path, monkeypatch):
