@@ -16,7 +16,6 @@ import argparse
 import itertools
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,11 +23,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 
-from foogd import Config, Federation
-from foogd.bench import CIFAR, noise_federation
+from foogd import Config, Federation, ImageStore
 from foogd.engine.eager import EagerEngine, local_step
 from foogd.engine.graph import GraphEngine
-from foogd.engine.rng import Streams
+from foogd.engine.rng import Streams, generator
 from foogd.methods import make_method
 from foogd.methods.base import Method
 from foogd.nets import fused
@@ -42,7 +40,12 @@ KERNELS = fused._kernels
 
 
 def federation_of(alpha: float, clients: int, images: int) -> Federation:
-    return noise_federation(replace(CIFAR, alpha=alpha, clients=clients, images=images))
+    held_out = max(10, images // 50)
+    count = images + held_out
+    pixels = torch.randint(256, (count, 32, 32, 3), generator=generator(0, "benchmark"), dtype=torch.uint8)
+    test = torch.arange(count) >= images
+    store = ImageStore(pixels, torch.arange(count) % 10, classes=tuple("0123456789"), name="noise", test=test)
+    return Federation.build(store, clients=clients, alpha=alpha, seed=21, min_size=2)
 
 
 def config_of(name: str, **changes: object) -> Config:

@@ -24,7 +24,7 @@ DETECTORS = ["msp", "energy", "knn", "score_norm"]
 
 def make_run(
     folder: Path, method: str = "fedavg", *, seed: int = 0, preset: str = "demo", samples: bool = True,
-    drift: bool = True, done: int | None = None, good: float = 0.0, classes: int = CLASSES, data_name: str = "",
+    drift: bool = True, done: int | None = None, good: float = 0.0, classes: int = CLASSES,
     content_hash: str = "", names=None, flower: bool = False, **overrides,
 ) -> Path:  # fmt: skip
     """A finished run whose numbers follow from its method, seed and `good`; `done` rounds where it is not finished."""
@@ -105,7 +105,7 @@ def make_run(
                     row(0.3, split="out", dataset=name, weight=120.0 * config.clients, **about)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row.as_dict()) + "\n" for row in rows))
     counts = torch.randint(0, 90, (config.clients, classes), generator=stream).tolist()
-    partition = {"data": data_name or config.data, "classes": [f"class {c}" for c in range(classes)], "counts": counts,
+    partition = {"data": config.data, "classes": [f"class {c}" for c in range(classes)], "counts": counts,
                  "indices": [], "training_images_in_tests": {"d": 0}}  # fmt: skip
     partition |= {"content_hash": content_hash} if content_hash else {}
     (folder / "partition.json").write_text(json.dumps(partition))

@@ -17,7 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from foogd import Config, InputError, __version__, bench, load
+from foogd import Config, InputError, __version__, load
 from foogd.cli import main
 from foogd.cli_parts import ORDER, rich_table
 from foogd.cli_settings import method_groups, run_groups
@@ -481,18 +481,6 @@ def test_names_alone_are_for_scripts(foogd):
     assert (code, printed.split()) == (0, list(DETECTORS))
 
 
-def test_bench_prints_a_table(foogd, monkeypatch):
-    small = bench.Size("cnn", (1, 16, 16), images=60, batch=16, epochs=1, clients=2)
-    monkeypatch.setattr(bench, "SMALL", small)
-    code, printed, _ = foogd("bench", "--device", "cpu")
-    assert code == 0
-    for word in ("fedavg+foogd", "eager", "images/s", "torch"):
-        assert word in printed
-    code, _, complaint = foogd("bench", "--device", "tpu")
-    assert code == 2
-    assert "--device 'tpu' is not possible" in complaint
-
-
 def test_lists_name_everything(foogd):
     code, printed, _ = foogd("methods")
     assert code == 0
@@ -553,7 +541,6 @@ FOOGD = (*TRY[:-1], "fedavg+foogd")
         # commands and options
         (["fly"], ["fly"]),
         (["compare", "none", "none"], ["none is not a run folder: it does not exist"]),
-        (["toy", "--out", "tiny.toml"], ["tiny.toml cannot be a folder: tiny.toml is a file"]),
         (["figures", ".", "--out", "tiny.toml"], ["tiny.toml cannot be a folder: tiny.toml is a file"]),
         (["report", ".", "--out", "folder.toml", "--format", "md"], ["folder.toml cannot be written: it is a folder"]),
         (["flower", "init", "tiny.toml"], ["tiny.toml cannot be a folder: tiny.toml is a file", "another folder"]),

@@ -57,8 +57,8 @@ ALLOWED = {*needed("torch", "numpy"), "foogd"}
 REFUSED = sorted({*metadata.packages_distributions(), *OUTER} - ALLOWED)
 
 
-def python(code, *, alone):
-    start = f"REFUSED = frozenset({REFUSED!r})\n{ALONE}" if alone else ""
+def python(code, *, alone, refused=REFUSED):
+    start = f"REFUSED = frozenset({refused!r})\n{ALONE}" if alone else ""
     start += f"import sys\nsys.path.insert(0, {str(SOURCE)!r})\n"
     command = [sys.executable, "-c", start + code]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -139,6 +139,38 @@ def test_the_core_works_with_torch_and_numpy_alone():
     done = python(CORE, alone=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "all of it"
+
+
+SCIKIT_LEARN = sorted(needed("scikit-learn") - needed("torch", "typer", "pydantic", "pooch", "matplotlib"))
+
+COMMANDS = """
+import os
+os.chdir(PLACE)
+from foogd.cli import main
+for words in (
+    "run tiny.toml --method fedavg --out a --set clients=2 --set detectors=['msp'] --set corruptions=[]",
+    "report a --out page.html",
+    "figures a --out figures",
+):
+    sys.argv = ["foogd", *words.split()]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, (words, end.code)
+"""
+
+
+def test_commands_work_without_scikit_learn_and_all_that_comes_with_it(tmp_path):
+    assert {"sklearn", "threadpoolctl", "scipy"} <= set(SCIKIT_LEARN)
+    made = "from foogd.data.synthetic import tiny_federation\ndef fn(root): return tiny_federation().train\n"
+    (tmp_path / "data.py").write_text(made)
+    (tmp_path / "tiny.toml").write_text("data = 'data.py:fn'\nout = ['digits']\nrounds = 1\nbatch_size = 8\n")
+    done = python(f"PLACE = {str(tmp_path)!r}\n{COMMANDS}", alone=True, refused=SCIKIT_LEARN)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("pip install scikit-learn threadpoolctl") == 2
+    assert (tmp_path / "page.html").read_text().count("pip install scikit-learn threadpoolctl") == 1
+    assert (tmp_path / "figures" / "scores.pdf").is_file()
+    assert not (tmp_path / "figures" / "tsne.pdf").exists()
 
 
 IMPORT = """

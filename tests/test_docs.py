@@ -1,17 +1,24 @@
 """Pages that are made from the code or from kept results say what these say, and kept runs can be repeated."""
 
+import csv
 import importlib.util
+import json
 import re
+import shutil
 import sys
-from dataclasses import replace
+import tomllib
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from types import ModuleType
 
 import pytest
 
-from foogd import FOOGD, Config, InputError
-from foogd.runs import Run, read_json, read_rows
-from foogd.settings import read_run_config
+from foogd import InputError
+from foogd.report import Report
+from foogd.runs import read_rows
+from foogd.settings import read_preset, resolve
+from made_runs import make_run
 
 ROOT = Path(__file__).parent.parent
 
@@ -31,98 +38,6 @@ def test_the_page_of_settings_is_what_the_code_says():
     assert (ROOT / "docs" / "settings.md").read_text() == tool("settings_page").page(), "run tools/settings_page.py"
 
 
-def test_the_tables_of_the_reproduction_are_what_its_rows_say():
-    text = (ROOT / "docs" / "reproduction.md").read_text()
-    assert text == tool("reproduction_page").page(text), "run python tools/reproduction_page.py"
-    assert "<!-- runs -->" in text
-    assert "<!-- detectors " in text
-
-
-def copied(page: ModuleType, name: str, target: Path, **changed: str) -> None:
-    """A kept run in another folder, with other settings."""
-    target.mkdir()
-    for file in ("config.toml", "environment.json", "rows.csv"):
-        text = (page.RESULTS / name / file).read_text()
-        for key, value in changed.items() if file == "config.toml" else ():
-            text, found = re.subn(rf"^{key} = .*$", f"{key} = {value}", text, flags=re.MULTILINE)
-            assert found == 1
-        (target / file).write_text(text)
-
-
-def test_every_number_of_the_reproduction_comes_from_a_row(tmp_path, monkeypatch):
-    """A row that is changed shows in both tables; a run that is not there is named."""
-    page = tool("reproduction_page")
-    name = "fedavg+foogd-5.0-s21-second"
-    copied(page, name, tmp_path / name)
-    rows = (tmp_path / name / "rows.csv").read_text().splitlines()
-    at = next(i for i, row in enumerate(rows) if ",weighted,LSUN-like crop,out,,,score_energy,auroc," in row)
-    parts = rows[at].split(",")
-    parts[-2] = "0.123456"
-    rows[at] = ",".join(parts)
-    (tmp_path / name / "rows.csv").write_text("\n".join(rows) + "\n")
-    monkeypatch.setattr(page, "RESULTS", tmp_path)
-    made = page.page(f"<!-- runs -->\n<!-- end -->\n<!-- detectors {name} -->\n<!-- end -->\n")
-    assert made.count("| 12.3 |") == 2
-    with pytest.raises(FileNotFoundError, match="fedavg-7"):
-        page.page("<!-- detectors fedavg-7 -->\n<!-- end -->\n")
-
-
-def test_tables_hold_the_runs_on_their_data_with_the_numbers_printed_for_them(tmp_path, monkeypatch):
-    page = tool("reproduction_page")
-    name = "fedavg+foogd-5.0-s21"
-    copied(page, name, tmp_path / name)
-    copied(page, name, tmp_path / f"{name}-without-sag", lambda_a="0.0")
-    copied(page, name, tmp_path / "hundred-s1", data='"cifar100"', alpha="0.1")
-    pacs = {"data": '"pacs"', "partition": '"by_domain"', "leave_out": '"sketch"', "corruptions": "[]"}
-    copied(page, name, tmp_path / "pacs-s1", **pacs)
-    monkeypatch.setattr(page, "RESULTS", tmp_path)
-
-    def lines(block: str) -> list[list[str]]:
-        made = page.page(f"<!-- {block} -->\n<!-- end -->\n").splitlines()
-        return [[cell.strip() for cell in line.split("|")[1:-1]] for line in made if line.startswith("|")]
-
-    heads, _, first, *rest = lines("runs")
-    assert (heads[:2], first[:2], first[6]) == (["method", "alpha"], ["fedavg+foogd", "5"], "88.6 (88.9)")
-    asked = page.Kept(name).detectors
-    assert [line[5] for line in rest] == [page.NAMES[ours] for ours in page.OURS if ours in asked]
-    assert lines("runs cifar100")[2][:2] == ["fedavg+foogd", "0.1"]
-    assert lines("runs cifar100")[2][6] == "88.6 (53.8)"
-    heads, _, first, *_ = lines("runs pacs")
-    assert (heads[1], first[1], first[7]) == ("left out", "sketch", "88.1 (41.4)")
-    _, _, *both = lines(f"variants {name} {name}-without-sag")
-    # The paper has its own numbers for the ablation.
-    assert [(line[0], line[6]) for line in both if line[0]] == [
-        ("as it is", "88.6 (88.9)"),
-        ("without sag", "88.6 (87.9)"),
-    ]
-    copied(page, name, tmp_path / f"{name}-broken", rounds="30")
-    assert [line[2] for line in lines(f"variants {name} {name}-broken") if line[0] in ("as it is", "broken")] == [
-        "25",
-        "25 of 30",
-    ]
-
-
-def test_the_overview_sets_the_best_of_the_others_beside_ours(tmp_path, monkeypatch):
-    page = tool("reproduction_page")
-    for name in ("fedavg+foogd-5.0-s21", "fedavg-5.0-s21"):
-        copied(page, name, tmp_path / name)
-    monkeypatch.setattr(page, "RESULTS", tmp_path)
-    (line,) = [line for line in page.overview_table().splitlines() if line.startswith("| cifar10")]
-    cells = [cell.strip(" *") for cell in line.split("|")[1:-1]]
-    ours, base = page.Kept("fedavg+foogd-5.0-s21"), page.Kept("fedavg-5.0-s21")
-    assert cells[:4] == ["cifar10, alpha 5", "fedavg+foogd", "1", f"{base.mean('msp', 'auroc'):.1f}"]
-    before = {page.NAMES[name]: base.mean(name, "auroc") for name in base.detectors if name not in page.OURS}
-    assert cells[4] == f"{max(before.values()):.1f} ({max(before, key=before.get)})"
-    assert cells[-1] == f"{ours.mean('score_near', 'auroc'):.1f}"
-    others = {page.NAMES[name]: ours.mean(name, "auroc") for name in ours.detectors if name not in page.OURS}
-    best = max(others, key=others.get)
-    assert cells[8] == f"{others[best]:.1f} ({best})"
-
-    copied(page, "fedavg+foogd-5.0-s21", tmp_path / "fedavg+foogd-5.0-s21-cnn", backbone='"cnn"')
-    line = page.overview_table().splitlines()[-1]
-    assert [cell.strip() for cell in line.split("|")[2:6]] == ["fedavg+foogd, small CNN", "1", "–", "–"]  # no base yet
-
-
 def test_no_two_commands_of_the_guides_write_one_folder():
     """Without --out a run's folder is named by its method and seed, so a second one with the same finds it taken."""
     folders = []
@@ -134,76 +49,138 @@ def test_no_two_commands_of_the_guides_write_one_folder():
     assert len(set(folders)) == len(folders)
 
 
-def test_kept_runs_can_be_repeated():
-    """Their configurations name every setting of today, so a default that changes does not change them."""
-    for folder in sorted((ROOT / "docs" / "results").iterdir()):
-        if folder.name.endswith("score-net-span"):  # by the commit that it names
-            with pytest.raises(InputError, match="score_net = 'span' is not allowed"):
-                read_run_config(folder / "config.toml")
-        else:
-            read_run_config(folder / "config.toml")
+def test_the_page_of_results_is_what_the_kept_rows_say():
+    assert (ROOT / "docs" / "results.md").read_text() == tool("results").page(), "run python tools/results.py page"
 
 
-def test_a_repeated_run_pauses_where_the_time_is_over_and_ends_with_the_same_rows(tmp_path, monkeypatch, capsys):
-    made = "from foogd.data.synthetic import tiny_federation\nfn = lambda root: tiny_federation(per_client=20).train\n"
-    (tmp_path / "data.py").write_text(made)
-    config = Config(
-        method="fedavg+foogd", data=f"{tmp_path}/data.py:fn", out=(), clients=2, rounds=3, batch_size=8, backbone="cnn",
-        corruptions=("brightness",), severities=(1,), detectors=("msp", "score_norm"), device="cpu",
-    )  # fmt: skip
-    first = Run.create(tmp_path / "kept" / "one", config, FOOGD(lambda_a=0.0, score_width=16))
-    assert [result.round for result in first.train()] == [1, 2, 3]
-    keep = tool("keep_run")
-    keep.RESULTS = tmp_path / "results"
-    keep.main([str(Run.create(tmp_path / "elsewhere", replace(config, data_root="/a/place"), first.method).folder)])
-    assert 'data_root = "data"' in (keep.RESULTS / "elsewhere" / "config.toml").read_text()  # no place of one machine
-    again = tool("repeat_runs")
-    monkeypatch.setattr(again.runs, "source_commit", again.runs.source_commit)  # as it was, after the test
-    words = ["repeat_runs.py", str(first.folder), "--out", str(tmp_path / "new"), "--commit", "0123"]
+def test_every_kept_run_has_its_rows_and_its_settings_and_can_be_repeated(tmp_path):
+    """Settings of today are all named, so a default that changes does not change them."""
+    kept = tool("results")
+    for place in sorted(kept.RESULTS.glob("*.*")):
+        assert place.with_suffix(".toml").is_file(), f"{place.name} has no settings"
+    for place in sorted(kept.RESULTS.glob("*.toml")):
+        sweep = kept.Sweep.read(place.stem)
+        with place.with_suffix(".csv").open() as file:
+            rows = list(csv.reader(file))
+        assert tuple(rows[0]) == (*kept.KEY, *sweep.runs)
+        assert len({tuple(row[: len(kept.KEY)]) for row in rows}) == len(rows)
+        assert {row[0] for row in rows[1:]} == {"weighted", "pooled"}  # no single clients
+        for name, run in sweep.runs.items():
+            assert 0 <= float(run.values["weighted", "in", run.settings["data"], "", "", "", "accuracy"]) <= 1
+            assert run.settings["data_root"] == "data"
+            assert 0 < run.made["round"] <= run.settings["rounds"]
+            assert run.made["commit"]
+            assert run.made["seconds"] > 0
+            (tmp_path / "my.toml").write_text(kept.config(place.stem, name))
+            again = partial(resolve, read_preset(str(tmp_path / "my.toml")), {"data_root": "DATA"})  # as foogd run does
+            if name.endswith("score-net-span"):  # by the commit that it names
+                with pytest.raises(InputError, match="score_net = 'span' is not allowed"):
+                    again()
+            else:
+                again()
 
-    def done(*more: str) -> int:
-        monkeypatch.setattr(sys, "argv", [*words, *more])
-        with pytest.raises(SystemExit) as ended:
-            again.main()
-        assert ended.value.code == 0
-        return again.open_run(first.folder, "data", tmp_path / "new").finished_rounds()
 
-    assert done("--seconds", "0") == 1  # a round is the least that is done
-    assert done("--seconds", "100", "--evaluation", "200") == 2  # the last round would leave no time for its test
-    assert capsys.readouterr().out.endswith("one: waits after round 2\n")
-    assert done("--seconds", "0", "--evaluation", "0") == 3
-    assert capsys.readouterr().out.endswith("one: finished\n")
-    assert read_rows(tmp_path / "new" / "one") == read_rows(first.folder)
-    assert read_json(tmp_path / "new" / "one" / "environment.json")["commit"] == "0123"
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """The tool with nothing kept yet."""
+    found = tool("results")
+    monkeypatch.setattr(found, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(found, "PAGE", tmp_path / "results.md")
+    found.PAGE.write_text(f"# By hand\n\n{found.MARK}\n\nold\n")
+    return found
 
-    other = ["--set", "rounds=1", "--set", 'detectors=["energy"]', "--suffix", "other"]
-    monkeypatch.setattr(sys, "argv", [*words, *other])
-    with pytest.raises(SystemExit):
-        again.main()
-    assert capsys.readouterr().out.endswith("one-other: finished\n")
-    rows = read_rows(tmp_path / "new" / "one-other")
-    assert {row.round for row in rows} == {1}
-    assert {row.detector for row in rows} - {None} == {"energy"}
-    mixed = ["--set", "rounds=2", "--set", 'detectors=["energy"]', "--suffix", "other"]
-    wrongs = (["--set", "rounds=1"], ["--set", "rounds"], ["--suffix", "../other"], mixed)
-    for wrong in wrongs:
-        monkeypatch.setattr(sys, "argv", [*words, *wrong])
-        with pytest.raises(SystemExit) as ended:
-            again.main()
-        assert ended.value.code == (1 if wrong is mixed else 2)
-    said = "".join(capsys.readouterr())
-    assert "--set makes other runs: give them another name with --suffix" in said
-    assert "'rounds' is no KEY=VALUE" in said
-    assert "--suffix '../other' is not allowed" in said
-    assert "holds a run with another configuration: rounds is 1 there and 2 here" in said
 
-    unknown = tmp_path / "unknown"
-    unknown.mkdir()
-    (unknown / "config.toml").write_text((first.folder / "config.toml").read_text() + "lambda_x = 1\n")
-    for place, code, said in ((tmp_path, 2, "has no config.toml"), (unknown, 1, "has no setting 'lambda_x'")):
-        monkeypatch.setattr(sys, "argv", ["repeat_runs.py", str(place), "--out", str(tmp_path / "none")])
-        with pytest.raises(SystemExit) as ended:
-            again.main()
-        assert ended.value.code == code
-        assert said in "".join(capsys.readouterr())
-    assert not (tmp_path / "none").exists()
+def test_runs_are_kept_replaced_and_shown(kept, tmp_path, capsys):
+    one = make_run(tmp_path / "fedavg-0", data_root="/a/place", eval_every=5, lr=0.1)
+    early = read_rows(one)[0].as_dict() | {"round": 5, "detector": "knn", "metric": "only_before"}
+    with (one / "rows.jsonl").open("a") as file:
+        file.write(json.dumps(early) + "\n")
+    two = make_run(tmp_path / "fedavg-1", seed=1)
+    other = make_run(tmp_path / "fedavg+foogd-0", method="fedavg+foogd")
+    kept.main(["keep", "small", str(one), str(two)])
+    kept.main(["keep", "small", str(other)])
+    for folder in (one, two, other):
+        capsys.readouterr()
+        kept.main(["config", "small", folder.name])
+        ran = tomllib.loads((folder / "config.toml").read_text())
+        assert tomllib.loads(capsys.readouterr().out) == ran | {"data_root": "data"}
+    place = kept.RESULTS / "small.toml"
+    assert "/a/place" not in place.read_text()
+    assert tomllib.loads(place.read_text())["runs"]["fedavg-0"]["lr"] == 0.1  # others have another
+    assert "clients" in tomllib.loads(place.read_text())["settings"]
+    sweep = kept.Sweep.read("small")
+    run, rows = sweep.runs["fedavg-0"], read_rows(one)
+    assert run.made | {"commit": "0123456789ab", "torch": "2.13.0", "round": 10, "seconds": 15} == run.made
+    # Of the last round alone, and no single clients: one value a key.
+    last = [row for row in rows if row.round == 10 and row.scope != "client"]
+    assert len(run.values) == len(last) < len(rows) / 2
+    (auroc,) = [row.value for row in last if (row.dataset, row.detector, row.metric) == ("digits", "knn", "auroc")]
+    assert float(run.values["weighted", "out", "digits", "", "", "knn", "auroc"]) == pytest.approx(auroc, abs=6e-6)
+
+    kept.Sweep(sweep.name, {"title": "t", "about": "a", "table": "grid"}, sweep.runs).write()
+    with pytest.raises(InputError, match=r"results\.md is not what the rows say"):
+        kept.main(["page", "--check"])
+    kept.main(["page"])
+    kept.main(["page", "--check"])
+    text = kept.PAGE.read_text()
+    assert text.startswith("# By hand\n")
+    assert "old" not in text
+    by_hand = Report.of([row for folder in (one, two) for row in read_rows(folder) if row.round == 10])
+    accuracy = by_hand.headline().rows[0][2]
+    assert "±" in accuracy
+    assert f"| fedavg | MSP | {accuracy} |" in text
+    assert "Alpha 0.5, rounds: 10, seeds: 0, 1:" in text
+
+    shutil.rmtree(one)
+    make_run(one, good=0.2)  # the same run once more, a better one
+    kept.main(["keep", "small", str(one)])
+    with pytest.raises(InputError, match="is not what the rows say"):
+        kept.main(["page", "--check"])
+    kept.main(["page"])
+    assert f"| fedavg | MSP | {accuracy} |" not in kept.PAGE.read_text()
+    assert kept.Sweep.read("small").about["table"] == "grid"
+    assert list(kept.Sweep.read("small").runs) == ["fedavg-0", "fedavg-1", "fedavg+foogd-0"]
+
+
+def test_tables_of_results_hold_the_paper_and_means_without_the_set_that_settings_were_chosen_by(kept, monkeypatch):
+    monkeypatch.setattr(kept, "RESULTS", ROOT / "results")
+
+    def line(sweep: str, start: str) -> list[str]:
+        (found,) = [line for line in kept.section(kept.Sweep.read(sweep)).splitlines() if line.startswith(start)]
+        return [cell.strip() for cell in found.split("|")[1:-1]]
+
+    heads = "| method | ACC-IN |"
+    run = kept.Sweep.read("cifar100").runs["cifar100-fedavg+foogd-0.1-s21"]
+    values = {key[2]: float(value) for key, value in run.values.items() if key[0::5] == ("weighted", "energy")
+              and key[-1] == "auroc"}  # fmt: skip
+    four = fmean(values[name] for name in ("LSUN-like crop", "Textures (10 classes)", "isun", "svhn"))
+    assert len(values) == 5
+    cells = dict(zip(line("cifar100", heads), line("cifar100", "| fedavg+foogd |"), strict=True))
+    assert cells["ACC-IN"] == "45.4 (53.8)"
+    assert cells["AUROC LSUN-like crop"].endswith(" (91.4)")  # the paper's score norm on LSUN-C
+    assert cells["energy"].startswith(f"{100 * four:.1f}, ")
+    cells = dict(zip(line("pacs", heads), line("pacs", "| fedavg+foogd |"), strict=True))
+    assert cells["ACC-IN-C"] == "49.0 ± 2.1 (41.4)"
+    assert "(" not in "".join(line("pacs-small-cnn", "| fedavg+foogd |"))  # no net of the paper
+    assert line("cifar10-profiles", "| fedavg+foogd, paper sigma 0.1")[0].endswith(", stopped after round 23 of 25")
+    assert line("cifar10-ablations", "| fedavg+foogd, without sag |")[1] == "88.5 (87.9)"  # its own printed number
+    assert line("cifar10-corruptions", "| mean of 19 |")[1:] == ["59.6", "65.7", "65.6"]
+
+
+def test_what_cannot_be_kept_is_said(kept, tmp_path):
+    run = make_run(tmp_path / "fedavg-0")
+    kept.main(["keep", "small", str(run)])
+    wrongs = {
+        ("keep", "small", str(tmp_path)): "has no rows: it is no run folder",
+        ("keep", "small", str(make_run(tmp_path / "from", init="/a/start"))): "init = '/a/start' names a place",
+        ("config", "large", "fedavg-0"): "sweep 'large' is not kept: use small",
+        ("config", "small", "fedavg-1"): "sweep 'small' has no run 'fedavg-1': use fedavg-0",
+        ("keep", "small"): "python tools/results.py keep SWEEP RUN_FOLDER",
+    }
+    for words, said in wrongs.items():
+        with pytest.raises(InputError, match=re.escape(said)):
+            kept.main(words)
+    assert list(kept.Sweep.read("small").runs) == ["fedavg-0"]
+    kept.main(["keep", "small", str(make_run(tmp_path / "fedavg-s0", good=0.1))])
+    with pytest.raises(InputError, match="fedavg-s0 has the label and the seed of fedavg-0"):  # no mean of the two
+        kept.main(["page"])

@@ -129,7 +129,8 @@ def test_cifar100_python_release_takes_the_fine_labels(tmp_path):
         (tmp_path / name).write_bytes(pickle.dumps(content, protocol=2))
     names = {b"fine_label_names": [b"a", b"b", b"c", b"d", b"e"], b"coarse_label_names": [b"z"]}
     (tmp_path / "meta").write_bytes(pickle.dumps(names, protocol=2))
-    store = readers.read_cifar_python(tmp_path)
+    store = load_source("cifar100", tmp_path)
+    assert store.name == "cifar100"
     assert store.labels.tolist() == [0, 1, 2, 3, 4]
     assert store.classes == ("a", "b", "c", "d", "e")
     assert np.array_equal(store.images.numpy(), images)
@@ -242,6 +243,7 @@ def test_svhn_is_turned_the_right_way_and_ten_means_zero(tmp_path):
     images = pixels(4)
     path = tmp_path / "test_32x32.mat"
     scipy.io.savemat(path, {"X": images.transpose(1, 2, 3, 0), "y": np.array([[10], [1], [9], [10]], dtype=np.uint8)})
+    assert load_source("svhn", tmp_path).name == "svhn"
     store = readers.read_svhn(path)
     assert np.array_equal(store.images.numpy(), images)
     assert store.labels.tolist() == [0, 1, 9, 0]

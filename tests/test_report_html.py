@@ -7,6 +7,7 @@ import io
 import json
 import re
 import shutil
+import sys
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
@@ -161,7 +162,7 @@ def test_results_show_means_and_deviations_with_the_best_in_bold(demo, page):
 
 
 def test_names_cannot_become_markup(tmp_path):
-    make_run(tmp_path / "<script>x", "fedavg", names=[NASTY, "b"], rounds=2, data_name=NASTY)
+    make_run(tmp_path / "<script>x", "fedavg", names=[NASTY, "b"], rounds=2)
     path = tmp_path / "<script>x" / "partition.json"
     path.write_text(path.read_text().replace("class 0", "</td><img src=y>"))
     text = html_report(collect(find_runs([tmp_path])), title=NASTY)
@@ -412,20 +413,7 @@ def test_a_run_that_stands_there_twice_counts_once(tmp_path):
     assert any("same settings and seed" in note for note in collection.notes)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_made_up_images_are_no_seed_of_real_ones(tmp_path, seed):
-    make_run(tmp_path / "a", seed=seed, data_name="fashion (stand-in)", data_root="made-up", samples=False)
-    make_run(tmp_path / "b", seed=0, data_root="real", samples=False)
-    collection = collect(find_runs([tmp_path]))
-    assert [scene.title for scene in collection.scenes] == ["images of fashion", "images of fashion (stand-in)"]
-    assert [record.folder.name for record in collection.records] == ["b", "a"]
-    assert collection.notes == ()
-    text = markdown_report(collection)
-    assert "## Results: images of fashion (stand-in)\n" in text
-    assert "over 2 seeds" not in text
-
-
-def test_runs_of_one_seed_on_other_images_of_one_name_are_told_by_their_hash(tmp_path):
+def test_runs_of_one_seed_on_other_images_are_told_by_their_hash(tmp_path):
     for place, digest in enumerate(("1" * 64, "2" * 64, "2" * 64)):
         make_run(tmp_path / f"a{place}", data_root=f"r{place}", content_hash=digest, samples=False)
     make_run(tmp_path / "p", "fedprox", content_hash="1" * 64, samples=False)
@@ -436,7 +424,7 @@ def test_runs_of_one_seed_on_other_images_of_one_name_are_told_by_their_hash(tmp
         "training images with hash 22222222": ["fedavg"],
     }
     different, twin = collection.notes
-    assert different.startswith("Runs of one seed trained on different images, which all go by fashion:")
+    assert different.startswith("Runs of one seed and the same settings trained on different images:")
     assert re.search(r"a2 was left out: .*a1 has the same settings and seed\.$", twin)
     assert different in findings(collection)[-1].text
 
@@ -451,17 +439,6 @@ def test_a_seed_may_hold_out_images_of_its_own(tmp_path):
     assert scene.title == ""
     assert [len(group.records) for group in scene.groups] == [3, 2]
     assert collection.notes == ()
-
-
-def test_the_name_of_the_images_is_not_said_beside_that_of_the_data(tmp_path):
-    make_run(tmp_path / "a", samples=False, data_name="Fashion")
-    make_run(tmp_path / "b", preset="cifar10", rounds=10, alpha=0.5, samples=False)
-    make_run(tmp_path / "nodes", flower=True)
-    titles = [scene.title for scene in collect(find_runs([tmp_path])).scenes]
-    assert titles == ["simulated, data = cifar10", "simulated, data = fashion", "on Flower, data = fashion"]
-    make_run(tmp_path / "c", seed=1, data_name="Fashion (stand-in)", samples=False)
-    titles = [scene.title for scene in collect(find_runs([tmp_path])).scenes]
-    assert titles[1:3] == [f"simulated, data = fashion, images of {name}" for name in ("Fashion", "Fashion (stand-in)")]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -662,10 +639,10 @@ def test_damaged_answers_are_left_out_and_the_note_says_how_to_make_them_again(t
 
 def test_places_without_runs_are_named_and_do_not_stop_a_report(tmp_path, monkeypatch):
     run_folder = make_run(tmp_path / "a", samples=False)
-    (tmp_path / "toy").mkdir()
+    (tmp_path / "empty").mkdir()
     (tmp_path / "table.md").write_text("")
     heard: list[str] = []
-    assert find_runs([run_folder, tmp_path / "toy", tmp_path / "table.md"], heard.append) == [run_folder]
+    assert find_runs([run_folder, tmp_path / "empty", tmp_path / "table.md"], heard.append) == [run_folder]
     assert [("holds no run" in heard[0]), ("is a file" in heard[1])] == [True, True]
     with pytest.raises(InputError, match="is a file"):
         find_runs([tmp_path / "table.md"])
@@ -889,13 +866,6 @@ def test_published_averages_are_those_of_the_domains():
         about = {"metric": "accuracy", "split": "in-c"}
         own = [published({**settings, "leave_out": one}, **about).mean for one in sorted(DOMAINS)]
         assert published({**settings, "leave_out": "all"}, **about).mean == pytest.approx(np.mean(own), abs=0.011)
-
-
-def test_made_up_data_has_no_published_number_and_says_so(tmp_path):
-    make_run(tmp_path / "a", preset="cifar10", clients=10, samples=False, data_name="cifar10 (stand-in)")
-    collection = collect(find_runs([tmp_path]))
-    assert not paper_grid(collection.scenes[0]).has_published
-    assert any("NOT REAL DATA" in one.text for one in findings(collection))
 
 
 def test_a_run_on_flower_has_no_published_number_and_says_why(tmp_path):
@@ -1327,18 +1297,21 @@ def test_a_map_is_seeded_and_names_its_points(demo):
     assert (labels[distance.argmin(1)] == labels).mean() > 0.8
 
 
-def test_figures_are_written_as_vector_and_picture(demo, tmp_path):
+def test_figures_are_written_as_vector_and_picture(demo, tmp_path, monkeypatch):
     collection = collect(find_runs([demo]))
     names = []
     for name, figure in all_figures(collection, maps=1):
         names.append(name)
         if name in ("severity", "corruptions"):  # drawing takes its time
-            save_figure(tmp_path / name, figure, "pdf")
-            first = (tmp_path / f"{name}.pdf").read_bytes()
-            assert first.startswith(b"%PDF")
-            assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-            save_figure(tmp_path / name, figure, "pdf")
-            assert (tmp_path / f"{name}.pdf").read_bytes() == first
+            vector = "pdf" if name == "severity" else "svg"
+            written = []
+            for moment in ("0", "1000000000"):
+                monkeypatch.setenv("SOURCE_DATE_EPOCH", moment)  # what matplotlib takes for now
+                save_figure(tmp_path / moment / name, figure, vector)
+                written.append([(tmp_path / moment / f"{name}.{form}").read_bytes() for form in (vector, "png")])
+            assert written[0] == written[1]
+            assert written[0][0].startswith(b"%PDF" if vector == "pdf" else b"<?xml")
+            assert written[0][1].startswith(b"\x89PNG")
     assert names == ["training", "scores", "roc", "severity", "corruptions", "corruption-severity", "tsne"]
 
 
@@ -1391,6 +1364,48 @@ def test_a_wrong_word_is_one_sentence(demo, monkeypatch, capsys, words, sentence
         run(monkeypatch, "report", str(demo), *words)
     assert ended.value.code == 2
     assert sentence in capsys.readouterr().err
+
+
+WITHOUT_MAPS = "maps of the features need scikit-learn (pip install scikit-learn threadpoolctl)"
+
+
+@pytest.fixture(params=["sklearn", "threadpoolctl"])
+def no_maps(request, monkeypatch):
+    """One of the two packages that maps need is not installed."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == request.param]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, request.param, None)
+
+
+def test_without_scikit_learn_the_page_has_everything_but_maps(demo, tmp_path, foogd, no_maps):
+    code, said, _ = foogd("report", demo, "--out", tmp_path / "r.html")
+    assert (code, said.splitlines().count(f"Left out: {WITHOUT_MAPS}")) == (0, 1)
+    assert "t-SNE" not in said
+    text = (tmp_path / "r.html").read_text()
+    assert section(text, "maps") == f"Maps of the featuresLeft out: {WITHOUT_MAPS}."
+    for asked in (("--maps", "0"), ("--format", "md")):
+        code, said, _ = foogd("report", demo, "--out", tmp_path / "none.html", *asked)
+        assert (code, "scikit-learn" in said) == (0, False)
+    keys = re.findall(r'<section id="(\w+)"', html_report(collect(find_runs([demo])), maps=0))
+    assert "maps" not in keys
+    assert sorted([*keys, "maps"]) == sorted(re.findall(r'<section id="(\w+)"', text))
+
+
+def test_without_scikit_learn_figures_are_made_but_for_maps(demo, tmp_path, foogd, no_maps, monkeypatch):
+    monkeypatch.setattr("foogd.figures.save_figure", lambda path, figure, vector: path.touch())
+    code, said, _ = foogd("figures", demo, "--out", tmp_path)
+    assert (code, said.splitlines().count(f"Left out: {WITHOUT_MAPS}")) == (0, 1)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"training", "scores", "roc"} <= names
+    assert "tsne" not in names
+
+
+@pytest.mark.parametrize("command", ["report", "figures"])
+def test_whoever_asks_for_maps_is_told_what_they_need(demo, tmp_path, foogd, no_maps, command):
+    code, _, complaint = foogd(command, demo, "--out", tmp_path / "r.html", "--maps", "3")
+    assert (code, complaint.count("\n")) == (2, 1)
+    assert f"--maps 3 is not possible: {WITHOUT_MAPS}" in complaint
+    assert not (tmp_path / "r.html").exists()
 
 
 def test_a_real_run_makes_a_whole_report(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from foogd.data import SOURCES, ImageStore, load_source
+from foogd.data.store import sample
 from foogd.errors import InputError
 
 EMBEDDED = Path(str(files("foogd.data"))) / "embedded"
@@ -139,6 +140,27 @@ def test_the_hash_sees_pixels_labels_and_shape():
     hashes = {data.content_hash(), *(other.content_hash() for other in others)}
     assert len(hashes) == 4
     assert data.content_hash() == store(name="other").content_hash()
+
+
+def test_a_sample_keeps_the_shares_of_classes_and_parts():
+    labels = torch.arange(1000) % 10
+    test = torch.arange(1000) >= 800
+    images = torch.arange(1000).remainder(256).to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 8, 8, 1)
+    store = ImageStore(images, labels, name="big", test=test)
+    small = sample(store, train=80, test=20)
+    assert torch.bincount(small.labels[~small.test]).tolist() == [8] * 10
+    assert torch.bincount(small.labels[small.test]).tolist() == [2] * 10
+    assert small.name == "big (sample of 100)"
+    assert torch.equal(sample(store, train=80, test=20).images, small.images)
+
+
+def test_a_sample_has_every_class_of_every_domain_and_never_more_than_there_is():
+    labels, domains = torch.arange(60) % 5, torch.arange(60) // 30
+    store = ImageStore(torch.zeros(60, 8, 8, dtype=torch.uint8), labels, name="d", domains=domains)
+    small = sample(store, train=4, test=0)
+    found = {*zip(small.domains.tolist(), small.labels.tolist(), strict=True)}
+    assert found == {(d, c) for d in (0, 1) for c in range(5)}
+    assert len(sample(store, train=10**6, test=10**6)) == 60
 
 
 def test_fashion_has_the_promised_images():

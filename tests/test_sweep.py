@@ -7,8 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
+from foogd.data.readers import PACS_DOMAINS
 from foogd.data.store import ImageStore
 from foogd.detect import DETECTORS
 from foogd.errors import InputError
@@ -412,27 +414,84 @@ def test_the_plan_and_the_list(foogd):
 # Data of a scale
 
 
-def test_small_scales_take_samples_of_what_is_there_and_stand_ins_of_what_is_not():
-    text = '[set]\nout = ["digits", "svhn"]\n[grid]\nseed = [0]'
-    Path("other.toml").write_text(f'base = "demo"\n{text}')
-    found = with_its_data(plan("other", read_sweep("other.toml"), "tiny"), Path("o"))
-    assert found.stand_ins == ("svhn",)
-    assert any("NOT REAL DATA: svhn" in sentence for sentence in found.warnings)
+def some_images(classes=10, **more):
+    labels = torch.arange(60) % classes
+    return ImageStore(torch.zeros(60, 32, 32, 3, dtype=torch.uint8), labels, test=torch.arange(60) > 29, **more)
+
+
+def test_small_scales_take_samples_of_what_is_there_and_tiny_takes_embedded_images_for_what_is_not():
+    content = {"base": "demo", "title": "Mine", "set": {"out": ["svhn", "digits", "isun"]}}
+    found = with_its_data(plan("other", content, "tiny"), Path("o"))
+    assert found.title == (
+        "Mine (tiny: data that are not here are replaced, OUT sets svhn, isun by fashion_out and digits)"
+    )
+    assert "The numbers tell nothing about svhn, isun: " in found.warnings[1]
     config, _ = found.resolved(found.points[0], Path("o"))
     assert config.data == "o/data/fashion.npz"
-    assert config.out == ("o/data/digits.npz", "svhn")
-    assert "NOT-REAL-DATA" in config.data_root
+    assert config.out == ("o/data/fashion_out.npz", "o/data/digits.npz")
     federation = make_federation(config)
     assert federation.name.startswith("fashion (sample of ")
     outs = [test.name for test in federation.tests if test.split == "out"]
-    assert outs == [f"digits (sample of {SCALES['tiny'].out})", "svhn (stand-in)"]
+    assert outs == [f"{name} (sample of {SCALES['tiny'].out})" for name in ("fashion_out", "digits")]
     assert abs(len(federation.train) - SCALES["tiny"].train) < 10
-    # Real data are never made up at another scale.
-    with pytest.raises(InputError, match="svhn is neither"):
-        with_its_data(plan("other", read_sweep("other.toml"), "small"), Path("p"))
-    full = plan("other", read_sweep("other.toml"))
+    # No other scale replaces data.
+    with pytest.raises(InputError, match="isun is neither"):
+        with_its_data(plan("other", content, "small"), Path("p"))
+    full = plan("other", content)
     assert with_its_data(full, Path("q")) is full
     assert full.warnings == []
+
+
+def test_embedded_images_take_the_place_of_what_is_missing_alone(here):
+    some_images().save("data/svhn.npz")
+    found = with_its_data(plan("cifar10", read_sweep("cifar10"), "tiny"), Path("o"))
+    assert found.missing == ("cifar10", "lsun_c", "textures", "isun")
+    assert found.title == (
+        "CIFAR-10, Table 1 (tiny: data that are not here are replaced, cifar10 by embedded images; "
+        "OUT sets lsun_c, textures, isun by fashion_out and digits)"
+    )
+    federation = make_federation(found.resolved(found.points[0], Path("o"))[0])
+    names = [federation.name, *(test.name for test in federation.tests if test.split == "out")]
+    assert [name.partition(" (")[0] for name in names] == ["fashion", "fashion_out", "digits", "svhn"]
+    some_images().save("data/cifar10.npz")
+    there = with_its_data(plan("cifar10", read_sweep("cifar10"), "tiny"), Path("p"))
+    assert "cifar10 by" not in there.title
+    assert there.points[0].settings["data"] == "p/data/cifar10.npz"
+    assert ImageStore.load("p/data/cifar10.npz").shape == (3, 32, 32)
+
+
+@pytest.mark.parametrize("arrived", ["cifar10", "svhn"])
+def test_a_sweep_with_embedded_images_is_not_continued_with_the_data_they_stand_for(here, arrived):
+    begun = plan("cifar10", read_sweep("cifar10"), "tiny")
+    first = with_its_data(begun, Path("o"))
+    assert with_its_data(begun, Path("o")) == first
+    some_images().save(f"data/{arrived}.npz")
+    with pytest.raises(InputError, match=rf"o/data has embedded images in the place of {arrived}, which is in .*data"):
+        with_its_data(begun, Path("o"))
+    # What was sampled need not stay.
+    found = with_its_data(begun, Path("p"))
+    Path(f"data/{arrived}.npz").unlink()
+    assert with_its_data(begun, Path("p")).points == found.points
+
+
+def test_each_domain_of_pacs_is_a_look_of_other_embedded_images():
+    found = with_its_data(plan("pacs", read_sweep("pacs"), "tiny"), Path("o"))
+    assert "pacs by four looks of embedded images; " in found.title
+    store = ImageStore.load(found.points[0].settings["data"])
+    assert store.domain_names == PACS_DOMAINS
+    kinds = {*zip(store.domains.tolist(), store.labels.tolist(), strict=True)}
+    assert kinds == {(domain, label) for domain in range(4) for label in range(8)}
+    looks = [store.images[store.domains == domain].float() for domain in range(4)]
+    # Means and deviations, as of the corruptions whose names stand beside the domains.
+    assert looks[2].mean() == max(look.mean() for look in looks)
+    assert looks[1].std() == min(look.std() for look in looks)
+    for point in found.points:
+        config, _ = found.resolved(point, Path("o"))
+        federation = make_federation(config)
+        assert federation.clients == 3
+        (left,) = [test for test in federation.tests if test.unseen]
+        assert left.name == config.leave_out
+        assert config.leave_out not in federation.client_names
 
 
 def test_a_sample_is_taken_again_only_for_the_same_folder_of_data(here):
@@ -441,7 +500,7 @@ def test_a_sample_is_taken_again_only_for_the_same_folder_of_data(here):
     stamp = Path("o/data/mine.py_inside.npz").stat().st_mtime_ns
     assert with_its_data(plan("x", content, "tiny", {"data_root": "one"}), Path("o")).points == first.points
     assert Path("o/data/mine.py_inside.npz").stat().st_mtime_ns == stamp
-    with pytest.raises(InputError, match=r"is a sample of data in .*one, and data_root is .*two now"):
+    with pytest.raises(InputError, match=r"has a sample of .* in .*one, and data_root is .*two now"):
         with_its_data(plan("x", content, "tiny", {"data_root": "two"}), Path("o"))
     # Embedded data are the same everywhere.
     for root in ("one", "two"):
@@ -466,7 +525,8 @@ def test_samples_leave_out_what_cannot_be_read_where_the_runs_do(here):
 def test_the_warnings_stand_above_the_tables():
     found = with_its_data(plan("svhn", {"base": "demo", "set": {"out": ["svhn"]}}, "tiny"), Path("o"))
     text = tables_text(found, [Table("t", ("method", "detector"), (("a", "b"),))], {})
-    assert text.index("NOT REAL DATA") < text.index("| a | b |")
+    assert text.startswith("# svhn (tiny: data that are not here are replaced, OUT sets svhn by ")
+    assert text.index("tell nothing about svhn") < text.index("| a | b |")
 
 
 # Tables

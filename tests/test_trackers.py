@@ -277,4 +277,4 @@ def test_mlflow_is_local_unless_the_environment_says_otherwise_and_one_run_stays
     assert fake_mlflow.place == "http://127.0.0.1:5000"
     assert fake_mlflow.runs == [("7", "a+b")]
     assert [step for _, key, step in fake_mlflow.metrics if key == "loss/model"] == [1, 2, 3]
-    assert allowed_name("auroc/LSUN-C (stand-in)/msp") == "auroc/LSUN-C _stand-in_/msp"
+    assert allowed_name("auroc/svhn (sample of 30)/msp") == "auroc/svhn _sample of 30_/msp"

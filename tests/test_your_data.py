@@ -13,9 +13,8 @@ from PIL import Image
 
 from foogd import InputError, load
 from foogd.cli import main
-from foogd.data.readers import read_sites, read_table
+from foogd.data.readers import PACS_CLASSES, PACS_DOMAINS, read_sites, read_table
 from foogd.data.sources import load_source
-from foogd.data.standins import make_stand_ins
 from foogd.nets import BACKBONES
 from foogd.runs import Run, make_federation
 from foogd.settings import read_preset, read_run_config, resolve
@@ -377,7 +376,15 @@ def test_what_looks_like_sites(tmp_path, files, shared):
 
 
 def test_data_sets_of_the_literature_do_not_look_like_sites(tmp_path):
-    make_stand_ins(tmp_path, ["pacs", "tinyimagenet", "textures"], train=400, test=40, out=8)
+    for domain in PACS_DOMAINS:
+        for name in PACS_CLASSES:
+            picture(tmp_path / "pacs" / domain / name / "pic_001.png", 5)
+    for wnid in ("n01", "n02"):
+        picture(tmp_path / "tinyimagenet" / "train" / wnid / "images" / f"{wnid}_0.JPEG", 6)
+        picture(tmp_path / "textures" / "images" / {"n01": "banded", "n02": "woven"}[wnid] / "1.jpg", 7)
+    picture(tmp_path / "tinyimagenet" / "val" / "images" / "val_0.JPEG", 8)
+    (tmp_path / "tinyimagenet" / "val" / "val_annotations.txt").write_text("val_0.JPEG\tn01\t0\t0\t7\t7\n")
+    (tmp_path / "tinyimagenet" / "wnids.txt").write_text("n01\nn02\n")
     assert [load_source(name, tmp_path).note for name in ("pacs", "tinyimagenet", "textures")] == ["", "", ""]
     assert load_source(str(tmp_path / "tinyimagenet" / "train"), tmp_path).note == ""
     assert "dog, elephant" in load_source(str(tmp_path / "pacs"), tmp_path).note  # a path like any

@@ -62,7 +62,7 @@ WHICH = """
   0.1 `score_energy` has 93.3, `span` 92.3 and `score_norm` 91.1.
 - *Unlike what this client has seen*: `score_span` with FOOGD, `span_own` without. A test gives a client its own
   classes, and by that they are the best or nearly so: 95.4 to 96.3 on every WideResNet of CIFAR-10 that was asked
-  ([table](reproduction.md#in-one-table)), and the best on near and far OUT together on the embedded images. Of classes
+  ([table](results.md#cifar10)), and the best on near and far OUT together on the embedded images. Of classes
   that only others have they reject a third to a half at alpha 0.1, `knn` and `score_own` more; with private heads
   (FedRoD) so do `energy` and `ash`. They keep one matrix; `score_near` and `knn` keep all features of the client.
 

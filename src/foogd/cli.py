@@ -1,4 +1,4 @@
-"""The command line: `foogd run | evaluate | predict | demo | methods | detectors | bench | data`."""
+"""The command line: `foogd run | evaluate | predict | demo | methods | detectors | data`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ from .cli_study import add_study_commands
 from .data.federation import client_labels
 from .data.readers import IMAGE_SUFFIXES, images_below
 from .detect import DETECTORS, Detector
-from .engine.eager import resolve_device
 from .errors import InputError
 from .flower.options import on_flower
 from .methods import FOOGD, METHODS, AnchoredFOOGD, make_method, method_names
@@ -398,25 +397,6 @@ def detectors(
     console.print(grid)
     for name, detector in DETECTORS.items():
         show_settings(f"{name} (in Python: {type(detector).__name__}(...))", detector)
-
-
-@app.command()
-def bench(
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-) -> None:
-    """Measure seconds a round on this machine, by engine. Example: foogd bench --device cpu"""
-    if device not in ("auto", "cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        raise InputError(f"--device {device!r} is not possible: use auto or cpu, or cuda where torch finds a GPU")
-    from .bench import measure
-
-    table = None
-    for table in measure(device):
-        console.print(f"{', '.join(table.rows[-1][:2])}: {table.rows[-1][2]} s a round", highlight=False)
-    about = environment(resolve_device("cpu" if device == "cpu" else "auto"))
-    versions = f"Python {about['python']}, torch {about['versions']['torch']}"
-    console.print(f"commit {about['commit']}, {versions}", highlight=False)
-    if table is not None:
-        console.print(rich_table(table))
 
 
 def first_line(cls: type) -> str:

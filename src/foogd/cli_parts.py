@@ -24,8 +24,8 @@ SHOWN = ("msp", "energy", "span_own", "score_norm", "score_span")
 
 # Commands in the order in which a user needs them; they are registered file by file.
 ORDER = (
-    "run", "evaluate", "predict", "report", "compare", "figures", "demo", "sweep", "toy", "methods", "detectors",
-    "settings", "data", "flower", "bench",
+    "run", "evaluate", "predict", "report", "compare", "figures", "demo", "sweep", "methods", "detectors",
+    "settings", "data", "flower",
 )  # fmt: skip
 
 console = Console(width=None if sys.stdout.isatty() else 140)  # a file has no width of its own

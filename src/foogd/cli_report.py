@@ -10,11 +10,16 @@ import typer
 from .cli_parts import say, whole_number
 from .documents import csv_report, latex_report, markdown_report
 from .errors import InputError
+from .projection import MAPS, lacking
 from .records import collect, find_runs
 from .runs import need_file, need_folder, write_atomic
 
 FORMATS = {".html": "html", ".htm": "html", ".md": "md", ".csv": "csv", ".tex": "latex"}
 Places = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders of them.")]
+Maps = Annotated[
+    str | None,
+    typer.Option(metavar="N", help=f"Most maps of features (t-SNE), which need scikit-learn; 0: none; default {MAPS}."),
+]
 
 
 def add_report_commands(app: typer.Typer) -> None:
@@ -32,7 +37,7 @@ def report(
         str | None, typer.Option("--format", help="html, md, csv or latex; default: by the suffix.")
     ] = None,
     title: Annotated[str, typer.Option(help="Title of the page.")] = "",
-    maps: Annotated[str, typer.Option(metavar="N", help="Most maps of features (t-SNE); 0: none.")] = "12",
+    maps: Maps = None,
 ) -> None:
     """Results of runs side by side, as one page. Example: foogd report runs/demo --out report.html"""
     if form is not None and form not in FORMATS.values():
@@ -40,7 +45,7 @@ def report(
     chosen = form or FORMATS.get(out.suffix.lower())
     if chosen is None:
         raise InputError(f"--out {str(out)!r} does not say a format: end it in {', '.join(FORMATS)}, or give --format")
-    most = whole_number("--maps", maps, 0)
+    most = most_maps(maps)
     need_file(out)
     collection = collect(find_runs(runs, say))
     if chosen == "html":
@@ -62,12 +67,12 @@ def figures(
     runs: Places,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the figures.")] = Path("figures"),
     vector: Annotated[str, typer.Option(help="Vector format beside PNG: pdf or svg.")] = "pdf",
-    maps: Annotated[str, typer.Option(metavar="N", help="Most maps of features (t-SNE); 0: none.")] = "12",
+    maps: Maps = None,
 ) -> None:
     """Figures of runs in files, vector and PNG. Example: foogd figures runs/demo --out figures"""
     if vector not in ("pdf", "svg"):
         raise InputError(f"--vector {vector!r} is not allowed: use pdf or svg")
-    most = whole_number("--maps", maps, 0)
+    most = most_maps(maps)
     need_folder(out)
     from .figures import all_figures, save_figure
 
@@ -79,3 +84,13 @@ def figures(
     for note in collection.notes:
         say(note)
     say(f"{count} figure{'' if count == 1 else 's'} in {out}, each as {vector.upper()} and PNG")
+
+
+def most_maps(asked: str | None) -> int:
+    """How many maps `--maps` allows; whoever asks for some is told at once where scikit-learn is not installed."""
+    if asked is None:
+        return MAPS
+    most = whole_number("--maps", asked, 0)
+    if most and (why := lacking()) is not None:
+        raise InputError(f"--maps {most} is not possible: {why}")
+    return most

@@ -1,4 +1,4 @@
-"""The commands about several runs: `foogd sweep | compare | toy`."""
+"""The commands about several runs: `foogd sweep | compare`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, final
 
-import torch
 import typer
 from rich.live import Live
 from rich.markup import escape
@@ -40,17 +39,6 @@ from .sweep import (
     tables_text,
     with_data,
 )
-from .toy import (
-    CLIENTS,
-    TARGET,
-    Training,
-    federated_figure,
-    federated_toy,
-    lambda_figure,
-    lambda_toy,
-    outcomes_table,
-    save_figure,
-)
 from .trackers import check_tracker
 
 SECONDS = 10.0  # between two lines about rounds where the output is a file
@@ -60,7 +48,6 @@ def add_study_commands(app: typer.Typer) -> None:
     """Register the commands of this file."""
     app.command()(sweep)
     app.command()(compare)
-    app.command()(toy)
 
 
 def sweep(
@@ -127,9 +114,11 @@ def resolve_all(this: Plan, place: Path) -> dict[Path, tuple[Config, Method]]:
 def try_out(this: Plan, trial: Path, configs: Sequence[Config]) -> None:
     """Check the runs with the data of their scale in a folder that does not stay."""
     tried = with_data(this, trial, configs)
-    found = resolve_all(tried, trial)
-    if not tried.stand_ins:  # what is decoded from samples would be kept below the folder of the real data
-        found = {place: (replace(config, data_root=str(trial)), method) for place, (config, method) in found.items()}
+    # What is decoded from samples would be kept below the folder of the real data.
+    found = {
+        place: (replace(config, data_root=str(trial)), method)
+        for place, (config, method) in resolve_all(tried, trial).items()
+    }
     check_runs(tried, found)
 
 
@@ -184,36 +173,6 @@ def compare(
             text += [f"({table.title})", "", table.markdown((0, 1, 2)), ""]
         write_atomic(out, "\n".join(text).encode())
         say(f"Tables: {out}")
-
-
-def toy(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of figures and tables.")] = Path("runs/toy"),
-    scale: Annotated[str, typer.Option(help="tiny: seconds, to see that it works; full: about two minutes.")] = "full",
-    seed: Annotated[str, typer.Option(metavar="N", help="Seed of points, networks and all draws.")] = "0",
-) -> None:
-    """Draw the 2-D toys: SM3D by lambda_m, scores of a federation. Example: foogd toy --out runs/toy"""
-    if scale not in ("tiny", "full"):
-        raise InputError(f"--scale {scale!r} is not allowed: use tiny or full")
-    how = Training() if scale == "full" else Training(steps=20, batch=32, width=16, chain=3)
-    number = whole_number("--seed", seed, 0)
-    need_folder(out)
-    torch.set_num_threads(1)  # nets this small lose time to threads
-    say("SM3D for each lambda_m ...")
-    data, found = lambda_toy(how=how, seed=number)
-    tables = [outcomes_table("one network, by the share of MMD", found, TARGET, how, number)]
-    files = save_figure(lambda_figure(data, found, TARGET), out / "toy-lambda")
-    say("A federation of three clients ...")
-    longer = replace(how, steps=2 * how.steps)  # without MMD a step is cheap
-    own, ways = federated_toy(how=longer, rounds=(20, 200) if scale == "full" else (2, 4), seed=number)
-    everyone = CLIENTS[0].joined(CLIENTS[1:])
-    tables.append(outcomes_table("three clients with modes of their own", ways, everyone, how, number))
-    files += save_figure(federated_figure(own, ways, everyone, how), out / "toy-federated")
-    text = ["# Toys in the plane", "", f"Scale {scale}, seed {number}, {how}.", ""]
-    for table in tables:
-        console.print(rich_table(table, words=1, ruled=False))
-        text += [f"({table.title})", "", table.markdown((0,)), ""]
-    write_atomic(out / "toy.md", "\n".join(text).encode())
-    say(f"Figures: {', '.join(map(str, files))}\nTables: {out / 'toy.md'}")
 
 
 def show_sweeps() -> None:
@@ -283,6 +242,7 @@ def finish(this: Plan, folder: Path, failures: Mapping[str, str]) -> None:
     reports = sweep_reports(this, folder, failures)
     write_atomic(folder / TABLE, tables_text(this, sweep_tables(reports), failures).encode())
     short = shortened(this, reports, SHOWN)
+    console.print(escape(this.title), style="bold", highlight=False, soft_wrap=True)
     for table in sweep_tables(short):
         console.print(rich_table(table))
     for sentence in this.warnings:

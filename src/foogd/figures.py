@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .data.federation import Federation, client_labels
+from .projection import MAPS, feature_map, lacking
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -85,7 +86,7 @@ def save_figure(path: Path, figure: Figure, vector: str) -> None:
 
 
 def all_figures(
-    collection: Collection, *, maps: int = 12, tell: Callable[[str], None] = lambda text: None
+    collection: Collection, *, maps: int = MAPS, tell: Callable[[str], None] = lambda text: None
 ) -> Iterator[tuple[str, Figure]]:
     """Name and figure of everything that the runs have something for."""
     from matplotlib import rc_context
@@ -93,6 +94,9 @@ def all_figures(
     from .curves import sensitivities
 
     several = len(collection.scenes) > 1
+    if maps and any(_answered(scene) for scene in collection.scenes) and (why := lacking()) is not None:
+        tell(f"Left out: {why}")
+        maps = 0
     makers: tuple[tuple[str, Callable[[Scene], Figure | None]], ...] = (
         ("training", training_figure),
         ("scores", scores_figure),
@@ -359,8 +363,6 @@ def _scores(label: str, record: Record) -> tuple[str, dict[str, np.ndarray]] | N
 
 def map_figure(scene: Scene, most: int, tell: Callable[[str], None] = lambda text: None) -> Figure | None:
     """t-SNE of features, a panel a method: dots IN, squares IN-C, crosses OUT."""
-    from .projection import feature_map
-
     found = []
     have = _answered(scene)[:most]
     for label, record in have:

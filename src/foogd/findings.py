@@ -317,11 +317,10 @@ def scene_grid(
 
     What is printed is compared with means over clients, not with what is pooled.
     """
-    printed = {group.label: {} if group.stand_in else group.settings for group in scene.groups}
     return scene.report.grid(
         columns,
         chosen,
-        settings=printed if scope == "weighted" else None,
+        settings={group.label: group.settings for group in scene.groups} if scope == "weighted" else None,
         departs={group.label: departures(group.settings) for group in scene.groups},
         unfinished=scene.unfinished,
         withheld={group.label: OF_NODES for group in scene.groups if group.flower},
@@ -364,7 +363,7 @@ def _domain_mean(scenes: Sequence[Scene], merged: Report) -> tuple[str, Grid]:
     grid = merged.grid(
         merged.paper_columns(),
         lambda method, known: _usual(method, whole.known_detectors.get(method, [])),
-        settings={g.label: {} if g.stand_in else {**g.settings, **over} for g in groups},
+        settings={g.label: {**g.settings, **over} for g in groups},
         departs={g.label: departures(g.settings) for g in groups},
         unfinished={g.label: g.unfinished for g in sorted(groups, key=lambda group: bool(group.unfinished))},
         withheld={g.label: OF_NODES for g in groups if g.flower},
@@ -466,9 +465,6 @@ def _cautions(collection: Collection) -> Iterator[Finding]:
         parts.append("Each method ran with one seed: small differences may be chance.")
     else:
         parts += [*_fewer_seeds(collection), *_without_numbers(collection)]
-    made_up = list(dict.fromkeys(record.stand_in for record in records if record.stand_in))
-    if made_up:
-        parts.insert(0, f"NOT REAL DATA: the images of {', '.join(made_up)} are made up.")
     adapting = list(dict.fromkeys(record.method for record in records if _adapts(record)))
     if adapting:
         one = len(adapting) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import final
 
 import numpy as np
@@ -12,6 +13,7 @@ from .engine.rng import derive_seed, generator
 from .samples import Samples, SampleSet
 
 POINTS = 160  # of each split
+MAPS = 12  # t-SNE takes seconds each
 
 
 @final
@@ -23,6 +25,13 @@ class FeatureMap:
     splits: tuple[str, ...]  # in, in-c or out
     names: tuple[str, ...]  # the set's name
     labels: tuple[int, ...]  # class; −1 for OUT
+
+
+def lacking() -> str | None:
+    """What maps need that is not installed, in one sentence; None where nothing is missing."""
+    if all(find_spec(name) is not None for name in ("sklearn", "threadpoolctl")):
+        return None
+    return "maps of the features need scikit-learn (pip install scikit-learn threadpoolctl)"
 
 
 def feature_map(samples: Samples, *, points: int = POINTS) -> FeatureMap | None:

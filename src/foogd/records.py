@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, final
 
 from .config import WHERE, Config
-from .data.standins import SUFFIX
 from .errors import InputError
 from .evaluate import Row
 from .report import Report
@@ -39,8 +38,7 @@ _SAME = WHERE | {
     "on_bad",
 }
 ON_FLOWER = "on_flower"  # beside the settings: whether the nodes of Flower brought the images
-IMAGES = "images"  # beside the settings: what the IN data calls itself, as "fashion (stand-in)" does
-HASH = "content_hash"  # beside the settings, where names are not enough: the hash of the training images
+HASH = "content_hash"  # beside the settings, where these are not enough: the hash of the training images
 _SHOWN = 8  # digits of a hash that a title shows
 LISTS = {"out": "OUT sets", "corruptions": "corruptions", "severities": "severities"}  # what a title calls them
 MANY = 4  # items of such a list: of more, a title gives the number
@@ -104,19 +102,6 @@ class Record:
     def finished(self) -> bool:
         return self.last_round >= int(self.settings["rounds"])
 
-    @property
-    def stand_in(self) -> str:
-        """The name of the IN data where its images are made up; else empty."""
-        name = str(self.partition.get("data", ""))
-        return name if name.endswith(SUFFIX) else ""
-
-    @property
-    def images(self) -> dict[str, str]:
-        """What is known of its IN images; nothing where nodes of Flower brought theirs."""
-        keys = {IMAGES: "data", **({HASH: HASH} if self.hashed else {})}
-        found = {} if self.flower else {key: self.partition.get(name, "") for key, name in keys.items()}
-        return {key: value for key, value in found.items() if value}
-
     @cached_property
     def samples(self) -> Samples | None:
         found = read_samples(self.folder) if self.answers else None
@@ -130,7 +115,8 @@ class Record:
         """What it is told from other runs by."""
         settings = {key: value for key, value in self.settings.items() if key not in _SAME | self.idle}
         outs = {} if self.outs is None else {"out": list(self.outs)}
-        return {ON_FLOWER: self.flower, **settings, **outs, **self.images}
+        known = self.hashed and not self.flower and HASH in self.partition
+        return {ON_FLOWER: self.flower, **settings, **outs, **({HASH: self.partition[HASH]} if known else {})}
 
     @property
     def tested(self) -> dict[str, str] | None:
@@ -178,10 +164,6 @@ class Group:
     @property
     def flower(self) -> bool:
         return self.records[0].flower
-
-    @property
-    def stand_in(self) -> bool:
-        return any(record.stand_in for record in self.records)
 
     @cached_property
     def answered(self) -> Record | None:
@@ -480,11 +462,11 @@ def _on_shared_outs(records: Sequence[Record], notes: list[str]) -> list[Record]
 
 
 def _told_by_hash(records: Sequence[Record], notes: list[str]) -> list[Record]:
-    """The records, with the hash of their training images where runs of one seed and name trained on other images.
+    """The records, with the hash of their training images where runs of one seed trained on other images.
 
     Between seeds it may differ: where a data set has no test images of its own, the seed decides which are held out.
     """
-    found, names = list(records), dict[str, None]()
+    found = list(records)
     for places in _but_for_outs(records):
         hashes: dict[int, set[str]] = {}
         for place in places:
@@ -493,10 +475,9 @@ def _told_by_hash(records: Sequence[Record], notes: list[str]) -> list[Record]:
         if any(len(several) > 1 for several in hashes.values()):
             for place in places:
                 found[place] = replace(records[place], hashed=True)
-            names[records[places[0]].images.get(IMAGES, "one name")] = None
-    for name in names:
+    if any(record.hashed for record in found):
         notes.append(
-            f"Runs of one seed trained on different images, which all go by {name}: they stand in tables of their own, "
+            "Runs of one seed and the same settings trained on different images: they stand in tables of their own, "
             f"with the first digits of the images' hash ({HASH} in {PARTITION}) in the title."
         )
     return found
@@ -523,7 +504,7 @@ def _without_idle(records: Sequence[Record]) -> list[Record]:
 
 def _is_of_run(key: str) -> bool:
     """Whether it makes a table of its own, and is no setting of a method."""
-    return key in _DEFAULTS or key in (ON_FLOWER, IMAGES, HASH)
+    return key in _DEFAULTS or key in (ON_FLOWER, HASH)
 
 
 def _told(record: Record, keys: Iterable[str]) -> Settings:
@@ -577,8 +558,6 @@ def in_words(key: str, value: Any, sign: str = "=") -> str:
     """A setting with its value, where a run was made, and on which images."""
     if key == ON_FLOWER:
         return "on Flower" if value else "simulated"
-    if key == IMAGES:
-        return f"images of {value}"
     if key == HASH:
         return f"training images with hash {value[:_SHOWN]}"
     return f"{key}{sign}{shown(value)}"

@@ -1036,7 +1036,7 @@ def _is_slice(entry: Any) -> bool:
 
 def environment(device: torch.device, precision: str = "fp32") -> dict[str, Any]:
     """What a number was measured with: commit, versions, device and processor, precision of local steps."""
-    packages = ("foogd", "torch", "numpy", "safetensors", "scikit-learn")
+    packages = ("foogd", "torch", "numpy", "safetensors")
     versions = {}
     for name in packages:
         try:

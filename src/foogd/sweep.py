@@ -29,11 +29,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, final
 
+import torch
+
 from .config import Config
 from .data.catalogue import CATALOGUE, locate
+from .data.corrupt import corrupt
 from .data.readers import OnBad, split_size
 from .data.sources import load_source
-from .data.standins import make_stand_ins, sample, stand_ins
+from .data.store import ImageStore, sample
 from .errors import InputError
 from .evaluate import Row
 from .methods.base import Method
@@ -41,11 +44,13 @@ from .report import Cell, Report, Table
 from .runs import read_json, read_rows, write_atomic
 from .settings import TABLES, near, parse_toml, read_preset, resolve
 
-RUNS, DATA, STAND_INS, TABLE, FAILURES = "runs", "data", "NOT-REAL-DATA", "table.md", "failures.txt"
-ORIGIN = ".json"  # suffix of the file beside a sample that says where it was taken from
+RUNS, DATA, TABLE, FAILURES = "runs", "data", "table.md", "failures.txt"
 _KEYS = {"title", "about", "base", "sections", "set", "grid", "variants", "tiny", "small"}
 _VARIANT_KEYS = {"name", "start", "grid"}
 _SCALE_KEYS = {"set", "grid"}
+# In the place of data that are missing: the embedded images, and for PACS four looks of them, one a domain.
+INSIDE, OUTSIDE, LOOKS = "fashion", ("fashion_out", "digits"), "four looks of fashion"
+LOOK_OF = {"art_painting": "gaussian_blur", "cartoon": "contrast", "photo": "brightness", "sketch": "gaussian_noise"}
 _PLUGINS = ("method", "backbone", "detectors", "data", "out")  # settings that may name a file of the user's
 
 
@@ -60,7 +65,7 @@ class Scale:
     train: int = 0  # images of a set; 0: all
     test: int = 0
     out: int = 0
-    made_up: bool = False  # whether stand-ins take the place of data that are missing
+    replaces: bool = False  # whether embedded images take the place of data that are missing
 
 
 SCALES: dict[str, Scale] = {
@@ -70,7 +75,7 @@ SCALES: dict[str, Scale] = {
             "foogd": {"score_width": 32}, "fedatol": {"generator_width": 4, "gan_epochs": 1, "gan_rounds": 1},
             "foster": {"generator_batch": 32}, "fedicon": {"head_epochs": 1, "personal_epochs": 1},
         },
-        first_only=("seed", "alpha"), clients=3, train=160, test=60, out=30, made_up=True,
+        first_only=("seed", "alpha"), clients=3, train=160, test=60, out=30, replaces=True,
     ),
     "small": Scale(
         settings={
@@ -106,7 +111,7 @@ class Plan:
     scale: str
     base: Mapping[str, Any]
     points: tuple[Point, ...]
-    stand_ins: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()  # data sets in whose place there are embedded images
     beside: Path | None = None  # the folder of the sweep's file
     about_detectors: bool = False  # whether it chooses detectors itself
 
@@ -156,9 +161,9 @@ class Plan:
         found = []
         if self.scale != "full":
             found.append(f"Scale {self.scale}: fewer rounds and images and a smaller net than the sweep asks for.")
-        if self.stand_ins:
-            names = ", ".join(self.stand_ins)
-            found.append(f"NOT REAL DATA: {names} are stand-ins with made-up images; the numbers mean nothing.")
+        if self.missing:
+            names = ", ".join(self.missing)
+            found.append(f"The numbers tell nothing about {names}: embedded images are in the place of these data.")
         return found
 
 
@@ -338,51 +343,89 @@ def _slug(text: str) -> str:
 
 
 def with_data(plan: Plan, out: Path, configs: Sequence[Config]) -> Plan:
-    """The plan with data of its scale in the sweep's own folder: samples of what is there, stand-ins of what is not."""
+    """The plan with samples of its data in the sweep's own folder; embedded images in the place of what is missing."""
     how = SCALES[plan.scale]
     if not how.train:
         return plan
+    place, real_root = out / DATA, Path(configs[0].data_root)
+    if how.replaces:
+        plan, configs = _with_embedded(plan, place, configs)
     inside = {(config.data, config.sites) for config in configs}
     specs = {*inside, *((name, "") for config in configs for name in config.out)}
-    real_root = Path(configs[0].data_root)
     on_bad: OnBad = "skip" if all(config.on_bad == "skip" for config in configs) else "error"
     taken: dict[str, str] = {}
-    missing: list[str] = []
     for spec, sites in sorted(specs):
-        name = split_size(spec)[0]
-        entry = CATALOGUE.get(name)
-        if entry is not None and not entry.embedded and locate(entry, real_root) is None and how.made_up:
-            missing.append(name)
-            continue
-        path = out / DATA / f"{_slug(spec)}.npz"
-        root = None if entry is not None and entry.embedded else str(real_root.resolve())
-        if path.is_file():
-            _check_origin(path, root)
-        else:
-            store = load_source(plan.find(spec), real_root, sites=sites, on_bad=on_bad)
+        entry = CATALOGUE.get(split_size(spec)[0])
+        embedded = spec == LOOKS or (entry is not None and entry.embedded)
+        root = None if embedded else str(real_root.resolve())
+        path, origin = _files_of(place, spec)
+        _check_origin(place, spec, root)
+        if not path.is_file():
+            store = _looks() if spec == LOOKS else load_source(plan.find(spec), real_root, sites=sites, on_bad=on_bad)
             numbers = (how.train, how.test) if (spec, sites) in inside else (how.out, how.out)
             # Before the sample: one that is there has an origin.
-            write_atomic(path.with_suffix(ORIGIN), json.dumps({"data_root": root}).encode())
+            write_atomic(origin, json.dumps({"data_root": root}).encode())
             sample(store, train=numbers[0], test=numbers[1]).save(path)
         taken[spec] = str(path)
-    made_up = out / STAND_INS  # so that every configuration says it
-    make_stand_ins(made_up, missing, train=how.train, test=how.test, out=how.out)
     points = []
     for point, config in zip(plan.points, configs, strict=True):
-        data = taken.get(config.data)
-        changed: dict[str, Any] = {"out": [taken.get(name, name) for name in config.out]}
-        changed |= {"data_root": str(made_up)} if missing else {}
-        changed |= {"data": data, "sites": ""} if data else {}
+        changed = {"data": taken[config.data], "sites": "", "out": [taken[name] for name in config.out]}
         points.append(replace(point, settings={**point.settings, **changed}))
-    return replace(plan, points=tuple(points), stand_ins=tuple(stand_ins(made_up)))
+    return replace(plan, points=tuple(points))
 
 
-def _check_origin(path: Path, root: str | None) -> None:
-    """Complain about a sample that was taken from another folder of data; those of earlier versions do not say."""
-    origin = path.with_suffix(ORIGIN)
+def _with_embedded(plan: Plan, place: Path, configs: Sequence[Config]) -> tuple[Plan, list[Config]]:
+    """The plan, which says what is missing, and the configurations with embedded images in its place."""
+
+    def lost(spec: str) -> bool:
+        entry, root = CATALOGUE.get(split_size(spec)[0]), Path(configs[0].data_root)
+        there = _files_of(place, spec)[0].is_file()  # a sample is enough
+        return entry is not None and not entry.embedded and not there and locate(entry, root) is None
+
+    data = [spec for spec in dict.fromkeys(config.data for config in configs) if lost(spec)]
+    outs = [spec for spec in dict.fromkeys(name for config in configs for name in config.out) if lost(spec)]
+    missing = tuple(dict.fromkeys([*data, *outs]))
+    if not missing:
+        return plan, list(configs)
+    for spec in missing:  # so that nobody goes on with the real data
+        write_atomic(_files_of(place, spec)[1], json.dumps({"data_root": None}).encode())
+    instead = {spec: LOOKS if split_size(spec)[0] == "pacs" else INSIDE for spec in data}
+    found = []
+    for config in configs:
+        out = dict.fromkeys(name for spec in config.out for name in (OUTSIDE if spec in outs else (spec,)))
+        found.append(replace(config, data=instead.get(config.data, config.data), out=tuple(out)))
+    told = [f"{spec} by {'' if name == INSIDE else 'four looks of '}embedded images" for spec, name in instead.items()]
+    told += [f"OUT sets {', '.join(outs)} by {' and '.join(OUTSIDE)}"] if outs else []
+    title = f"{plan.title} ({plan.scale}: data that are not here are replaced, {'; '.join(told)})"
+    return replace(plan, title=title, missing=missing), found
+
+
+def _looks() -> ImageStore:
+    """A quarter of the embedded images in each of four looks, which bear the names of the domains of PACS."""
+    store = load_source(INSIDE, Path())
+    domains = torch.arange(len(store)) % len(LOOK_OF)  # the images are in no order
+    images = store.images.clone()
+    for number, kind in enumerate(LOOK_OF.values()):
+        images[domains == number] = corrupt(images[domains == number], kind, 5, 0)
+    return replace(store, images=images, name=LOOKS, domains=domains, domain_names=tuple(LOOK_OF), test=None)
+
+
+def _files_of(place: Path, spec: str) -> tuple[Path, Path]:
+    """A sample, and the file that says from where it was taken."""
+    return place / f"{_slug(spec)}.npz", place / f"{_slug(spec)}.json"
+
+
+def _check_origin(place: Path, spec: str, root: str | None) -> None:
+    """Complain about what was taken from another folder, or stands for data that are here now.
+
+    Samples of earlier versions do not say where they are from.
+    """
+    origin = _files_of(place, spec)[1]
     before = read_json(origin).get("data_root") if origin.is_file() else root
     if before != root:
-        raise InputError(f"{path} is a sample of data in {before}, and data_root is {root} now; choose another --out")
+        sampled = f"a sample of {spec} in {before}, and data_root is {root} now"
+        what = sampled if before else f"embedded images in the place of {spec}, which is in {root} now"
+        raise InputError(f"{place} has {what}; choose another --out")
 
 
 # Tables

@@ -25,7 +25,6 @@ from .readers import (
     sites_taken_for_classes,
     split_size,
 )
-from .standins import marked
 from .store import ImageStore
 
 IN_CLASSES = 8  # the first classes of fashion.npz; the others are the near OUT
@@ -103,8 +102,7 @@ def load_entry(
     def read(skipped: list[str]) -> ImageStore:
         return read_layout(layout, found, part=part, **more, **({"skipped": skipped} if layout.decodes else {}))
 
-    store = cached(root, entry.name, found, cache_options(layout, size, part, on_bad), read)
-    return marked(store, root, entry.name)
+    return cached(root, entry.name, found, cache_options(layout, size, part, on_bad), read)
 
 
 def cache_options(

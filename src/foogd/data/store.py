@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..engine.rng import generator
 from ..errors import InputError
 
 if TYPE_CHECKING:
@@ -174,6 +175,23 @@ class ImageStore:
             test=arrays.get("test"),
             domain_names=tuple(arrays["domain_names"].tolist()) if "domain_names" in arrays else (),
         )
+
+
+def sample(store: ImageStore, *, train: int, test: int) -> ImageStore:
+    """About so many images of a store, the same share of each class and domain and at least one, drawn with seed 0."""
+    groups = store.labels.cpu().clone()
+    if store.domains is not None:
+        groups += store.num_classes * store.domains.cpu()
+    held = torch.zeros(len(store), dtype=torch.bool) if store.test is None else store.test.cpu()
+    order = torch.randperm(len(store), generator=generator(0, "sample", store.name))
+    chosen = []
+    for part, wanted in ((~held, train), (held, test)):
+        own = order[part[order]]
+        for group in torch.unique(groups[own]).tolist():
+            members = own[groups[own] == group]
+            chosen.append(members[: max(1, round(wanted * len(members) / max(1, len(own))))])
+    picked = torch.cat(chosen).sort().values
+    return replace(store.select(picked), name=f"{store.name} (sample of {len(picked)})")
 
 
 def moments(first: Sequence[int], second: Sequence[int], count: int) -> tuple[tuple[float, ...], tuple[float, ...]]:

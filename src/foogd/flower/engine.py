@@ -25,7 +25,6 @@ from ..methods.base import Method
 from ..runs import Run
 from ..types import ClientState, Missing, Nets, ServerState, Survey, Update
 from .forms import check_form, extra_form, survey_form
-from .hooks import before_joining
 from .messages import BadMessage, pack, read_asked, read_survey, read_update, server_arrays, to_record, unpack
 from .options import Options
 from .roster import Roster
@@ -175,11 +174,6 @@ class FlowerEngine:
         self, server: ServerState, clients: Sequence[ClientState], round: int
     ) -> Iterator[Update | Missing]:
         """The updates of the nodes in the order of client ids."""
-        return before_joining(self._train(server, clients, round), server, self.config)
-
-    def _train(
-        self, server: ServerState, clients: Sequence[ClientState], round: int
-    ) -> Iterator[Update | Missing]:
         training = {client.id for client in clients}
         others = [client for client in self.everyone if self.evaluate and client.id not in training]
         replies = self.ask(TRAIN, server, clients, round, also=others)

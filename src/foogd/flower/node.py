@@ -26,7 +26,6 @@ from ..runs import write_atomic
 from ..settings import resolve
 from ..simulate import RunState
 from ..types import ClientState, ServerState
-from .hooks import before_sending
 from .messages import (
     Facts,
     asked_arrays,
@@ -357,7 +356,6 @@ def answer_train(node: Node, content: RecordDict) -> RecordDict:
     if reason is not None:
         return pack(to_record(found), {**reply, "refused": reason, **work.own_facts()})
     work.kept.save(client, round + 1)
-    update = before_sending(update, work.server, work.config)
     reply |= {"weight": update.weight, "losses": dict(update.losses), **work.own_facts()}
     metrics = {"num-examples": len(client.indices), **{f"loss-{name}": loss for name, loss in update.losses.items()}}
     return pack(to_record({**update_arrays(update, work.engine.layout), **found}), reply, metrics)

@@ -7,15 +7,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ..metrics import auroc, fpr_at_tpr, threshold_at_tpr
-from ..projection import feature_map
+from ..projection import feature_map, lacking
 from ..records import Collection, Group, Record, Scene
 from ..report import detector_name, paper_detector
 from ..samples import Samples, SampleSet
 from .blocks import NOTHING, by_scene, charts, figure, fine, kind_legend, kinds_of, lead, switch
 from .charts import histogram, map_chart, roc_chart, roc_points
 from .markup import Html, h, join
-
-MAPS = 12  # t-SNE takes seconds each
 
 
 def scores(collection: Collection) -> Html:
@@ -118,6 +116,9 @@ def maps(collection: Collection, most: int, tell: Callable[[str], None]) -> Html
     wanted = [(s, g, r) for s in collection.scenes for g in s.groups if (r := g.answered) is not None]
     if not wanted or most == 0:
         return NOTHING
+    if (why := lacking()) is not None:
+        tell(f"Left out: {why}")
+        return lead(f"Left out: {why}.")
     kinds = kinds_of(record for _, _, record in wanted)
     drawn: dict[int, list[Html]] = {}
     for number, (scene, group, record) in enumerate(wanted[:most], start=1):

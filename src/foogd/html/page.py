@@ -9,8 +9,8 @@ from typing import Any
 
 from .. import __version__
 from ..findings import headline
+from ..projection import MAPS
 from ..records import Collection, Record, shown, sortable
-from .answers import MAPS
 from .markup import Html, h, join
 from .results import summary
 from .sections import sections

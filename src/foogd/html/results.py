@@ -165,7 +165,7 @@ def corruptions(collection: Collection) -> Html:
 
 def _by_method(scene: Scene, kinds: Sequence[str]) -> Html:
     methods = scene.report.methods()
-    settings = {group.label: {} if group.stand_in or group.flower else group.settings for group in scene.groups}
+    settings = {group.label: {} if group.flower else group.settings for group in scene.groups}
     # What is not finished is no better than what is.
     ready = [method for method in methods if method not in scene.unfinished] or methods
     rows, compared = [], set()

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
+from ..projection import MAPS
 from ..records import Collection
-from .answers import MAPS, maps, scores
+from .answers import maps, scores
 from .courses import drift, sensitivity, training
 from .markup import Html
 from .people import clients, cost, partition
