@@ -101,6 +101,19 @@ def test_a_run_without_any_usable_update_is_no_success():
         finish(reopen("lost"))
 
 
+@pytest.mark.parametrize(
+    ("bound", "advice"),
+    [
+        (1e-9, "or another update_bound than 1e-09: 'auto' refuses what would spoil the model for all"),
+        ("auto", "or another update_bound$"),
+    ],
+)
+def test_who_refuses_every_update_is_told_of_the_bound_too(bound, advice):
+    run = make("a", update_bound=bound, rounds=2, lr=0.05 if bound != "auto" else 1e30)
+    with pytest.raises(InputError, match=f"nothing was learnt: use a smaller lr where training diverges, {advice}"):
+        finish(run)
+
+
 METHOD = """
 from dataclasses import dataclass
 from foogd import FedAvg, Method

@@ -25,7 +25,7 @@ WHERE = frozenset({"device", "engine", "slots"})
 def setting(default: Any, help: str, **limits: Any) -> Any:
     """A dataclass field with a line of help and its limits: ge, gt, le, lt or choices.
 
-    `added` marks a setting that older run folders do not name: they were made with its default. `group` names the
+    `added` marks a setting that older run folders do not name: they go on with its default. `group` names the
     group of settings that begins with this one.
     """
     return field(default=default, metadata={"help": help, **limits})
