@@ -159,7 +159,7 @@ class FedICON(Method):
         return predict
 
     def adapted(self, backbone: nn.Module) -> list[nn.Parameter]:
-        """The parameters that test batches move: all, or with `tent` scale and shift of batch normalisation."""
+        """The parameters that test batches move: all that learn, with `tent` of batch normalisation alone."""
         backbone.requires_grad_(False)
         found = learnable(backbone)
         if self.tta == "tent":
@@ -170,7 +170,9 @@ class FedICON(Method):
             raise InputError(
                 "tta is 'tent', but the backbone has no batch normalisation that learns; use 'simclr' or 'none'."
             )
-        return [parameter.requires_grad_(True) for parameter in found]
+        for parameter in found:
+            parameter.requires_grad_(True)
+        return found
 
     def test_loss(self, nets: Nets, x: Tensor, ctx: Context) -> Tensor:
         """What a step on a test batch lowers: the contrast of two views of each image, or the entropy."""
