@@ -21,7 +21,7 @@ from foogd.flower.messages import BadMessage, pack, to_record, unpack
 from foogd.flower.node import Kept
 from foogd.flower.server import Server, _add_sums, serve
 from foogd.records import collect, find_runs
-from foogd.runs import Run, load_checkpoint, read_rounds, read_rows
+from foogd.runs import Run, load_checkpoint, load_values, read_rounds, read_rows
 from foogd.settings import parse_toml, resolve
 
 PLAIN = {"method": "fedavg", "detectors": "msp", "evaluate": "none"}
@@ -126,6 +126,33 @@ def test_weights_and_rows_are_those_of_the_simulator(method, settings):
     lines = [[line[key] for key in ("participants", "losses", "bytes_up", "bytes_down", "drift")]
              for folder in ("flower", "simulated") for line in read_rounds(Path(folder))]  # fmt: skip
     assert lines[:last] == lines[last:]
+
+
+NET = """
+from torch import nn
+
+def half(shape):
+    front = nn.Sequential(nn.Conv2d(shape[0], 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU()).requires_grad_(False)
+    back = nn.Sequential(nn.Conv2d(8, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU())
+    return nn.Sequential(front, back, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+def probe(shape):
+    return half(shape).requires_grad_(False)
+"""
+
+
+@pytest.mark.parametrize(("method", "backbone"), [("fedbn", "half"), ("fedavg+foogd", "probe")])
+def test_what_a_backbone_froze_stays_as_it_was_built_on_the_nodes(method, backbone):
+    Path("net.py").write_text(NET)
+    settings = {"method": method, "backbone": f"net.py:{backbone}", "momentum": 0.9, "bn_pool": "exact"}
+    on_flower(make_nodes("shards"), **settings)
+    run = simulated(**settings)
+    assert same_weights("flower", "simulated")
+    start, found = run.engine.nets().state_dict(), load_values(Path("flower"))
+    held = [name for name in start if name.startswith("backbone.0." if backbone == "half" else "backbone.")]
+    assert "backbone.0.1.running_var" in held
+    assert all(torch.equal(found[name], start[name]) for name in held)
+    assert not torch.equal(found["head.weight"], start["head.weight"])
 
 
 def test_the_run_folder_has_the_files_of_a_simulated_run():

@@ -20,6 +20,7 @@ from ..data.augment import fourier_mix_released
 from ..engine.arena import ServerNets
 from ..engine.rng import with_seed
 from ..functional import dsm, dsm_noise_target, ksd, ksd_released, langevin, median_bandwidth, mmd
+from ..nets.learning import set_training
 from ..nets.score import AnchoredScore, MeasuredScore, ScoreNet, ScoreNetwork, frozen
 from ..types import (
     Batch,
@@ -274,7 +275,7 @@ class FOOGD(Method):
         with torch.no_grad():
             x = batch.x if batch.x_plain is None else batch.x_plain
             z = self.base.embed(nets, Batch(x, batch.y)).features
-        nets["backbone"].train(training)
+        set_training(nets["backbone"], training)
         return z
 
     def score_of(self, nets: Nets) -> Score:
