@@ -194,7 +194,8 @@ def test_a_run_folder_holds_what_is_promised(run):
     names = ["checkpoint", "config.toml", "environment.json", "model", "partition.json", "partition.png",
              "rounds.jsonl", "rows.jsonl", "samples.safetensors", "summary.md"]  # fmt: skip
     assert sorted(path.name for path in folder.iterdir()) == names
-    assert sorted(path.name for path in (folder / "checkpoint").iterdir()) == ["round-00002.safetensors", "state.json"]
+    kept = ["round-00001.safetensors", "round-00002.safetensors", "state.json"]
+    assert sorted(path.name for path in (folder / "checkpoint").iterdir()) == kept
     about = json.loads((folder / "environment.json").read_text())
     assert about["versions"]["torch"] == torch.__version__
     assert about["device"] == "cpu"

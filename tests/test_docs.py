@@ -184,3 +184,16 @@ def test_what_cannot_be_kept_is_said(kept, tmp_path):
     kept.main(["keep", "small", str(make_run(tmp_path / "fedavg-s0", good=0.1))])
     with pytest.raises(InputError, match="fedavg-s0 has the label and the seed of fedavg-0"):  # no mean of the two
         kept.main(["page"])
+
+
+def test_the_first_page_can_be_read_to_its_end():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 1000
+    assert len(re.findall(r"\d+\.\d+", text)) <= 25
+
+
+def test_links_of_the_pages_lead_somewhere():
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", prose):
+            assert link.startswith("https://") or (page.parent / link).exists(), f"{page.name} links {link}"

@@ -21,7 +21,7 @@ from foogd.flower.messages import BadMessage, pack, to_record, unpack
 from foogd.flower.node import Kept
 from foogd.flower.server import Server, _add_sums, serve
 from foogd.records import collect, find_runs
-from foogd.runs import Run, load_checkpoint, read_rounds, read_rows
+from foogd.runs import Run, load_checkpoint, load_values, read_rounds, read_rows
 from foogd.settings import parse_toml, resolve
 
 PLAIN = {"method": "fedavg", "detectors": "msp", "evaluate": "none"}
@@ -88,6 +88,12 @@ def crashing(message, answer):
     raise RuntimeError("out of memory")
 
 
+def crashing_in_training(message, answer):
+    if message.metadata.message_type == "train":
+        raise RuntimeError("out of memory")
+    return answer()
+
+
 def not_finite(arrays):
     return arrays | {"shared.head": torch.full_like(arrays["shared.head"], torch.nan)}
 
@@ -120,6 +126,33 @@ def test_weights_and_rows_are_those_of_the_simulator(method, settings):
     lines = [[line[key] for key in ("participants", "losses", "bytes_up", "bytes_down", "drift")]
              for folder in ("flower", "simulated") for line in read_rounds(Path(folder))]  # fmt: skip
     assert lines[:last] == lines[last:]
+
+
+NET = """
+from torch import nn
+
+def half(shape):
+    front = nn.Sequential(nn.Conv2d(shape[0], 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU()).requires_grad_(False)
+    back = nn.Sequential(nn.Conv2d(8, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU())
+    return nn.Sequential(front, back, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+def probe(shape):
+    return half(shape).requires_grad_(False)
+"""
+
+
+@pytest.mark.parametrize(("method", "backbone"), [("fedbn", "half"), ("fedavg+foogd", "probe")])
+def test_what_a_backbone_froze_stays_as_it_was_built_on_the_nodes(method, backbone):
+    Path("net.py").write_text(NET)
+    settings = {"method": method, "backbone": f"net.py:{backbone}", "momentum": 0.9, "bn_pool": "exact"}
+    on_flower(make_nodes("shards"), **settings)
+    run = simulated(**settings)
+    assert same_weights("flower", "simulated")
+    start, found = run.engine.nets().state_dict(), load_values(Path("flower"))
+    held = [name for name in start if name.startswith("backbone.0." if backbone == "half" else "backbone.")]
+    assert "backbone.0.1.running_var" in held
+    assert all(torch.equal(found[name], start[name]) for name in held)
+    assert not torch.equal(found["head.weight"], start["head.weight"])
 
 
 def test_the_run_folder_has_the_files_of_a_simulated_run():
@@ -279,6 +312,45 @@ def test_an_update_beyond_the_bound_is_refused():
     grid.behave["node-2"] = changed(lambda arrays: arrays | {"shared.head": arrays["shared.head"] + 100})
     on_flower(grid, rounds=1, update_bound=50.0, detectors="msp")
     assert "the bound is 50" in read_rounds(Path("flower"))[0]["refused"]["2"]
+
+
+def test_a_huge_update_is_refused_by_default_and_the_run_is_that_of_the_others():
+    grid = make_nodes("shards")
+    grid.behave["node-2"] = changed(
+        lambda arrays: {k: torch.full_like(v, 3e38) if k.startswith("shared.") else v for k, v in arrays.items()}
+    )
+    on_flower(grid, rounds=3, detectors="msp")
+    refused = [line["refused"] for line in read_rounds(Path("flower"))]
+    assert [list(clients) for clients in refused] == [["2"], ["2"], ["2"]]
+    for round in (0, 2):  # between them it rests
+        assert refused[round]["2"].endswith(", 100 times the length of the model (update_bound = 'auto')")
+        assert float(refused[round]["2"].split("by ")[1].partition(";")[0]) > 1e40
+    grid = make_nodes("others")
+    grid.behave["node-2"] = crashing_in_training
+    on_flower(grid, "without", rounds=3, detectors="msp")
+    assert same_weights("flower", "without")
+    assert rows_of(Path("flower")) == rows_of(Path("without"))
+
+
+def test_a_trimmed_round_waits_for_three_updates():
+    grid = make_nodes("shards")
+    left = iter([0])
+
+    def once(message, answer):
+        if message.metadata.message_type == "train" and next(left, None) is not None:
+            raise RuntimeError("out of memory")
+        return answer()
+
+    grid.behave["node-1"] = once
+    settings = {"method": "fedavg", "detectors": "msp", "aggregation": "trimmed"}
+    on_flower(grid, **settings)
+    assert [round for name, kind, round in grid.sent if (name, kind) == ("node-0", "train")] == ["0", "0", "1"]
+    assert [line["refused"] for line in read_rounds(Path("flower"))] == [{}, {}]
+    simulated(**settings)
+    assert same_weights("flower", "simulated")
+    grid.behave["node-1"] = crashing
+    with pytest.raises(InputError, match="round 1 was tried 2 times and never had 3 updates"):
+        on_flower(grid, "lost", **settings, retries=1)
 
 
 def test_a_refused_client_goes_on_from_what_it_kept_before():
@@ -634,6 +706,7 @@ def test_classes_are_found_by_their_names():
         ({"partners": "all"}, "images of other clients"),
         ({"clients": 0}, "how many nodes"),
         ({"min_updates": 4}, "more than the 3 clients"),
+        ({"aggregation": "trimmed", "clients": 2}, "needs 3 a round, but 2 clients with participation = 1 send 2"),
         ({"min_updates": 2, "participation": 0.34}, "more than the 1 clients that participation = 0.34"),
         ({"round_timeout": 0.0}, "round_timeout = 0.0 is not allowed"),
         ({"rouns": 3}, "'rouns' is not known"),

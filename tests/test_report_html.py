@@ -733,10 +733,20 @@ def settings_of(preset, **changes):
     return {**vars(config), **method_settings(method)}
 
 
+def test_runs_of_before_updates_were_bound_stand_in_one_line_with_those_of_today(tmp_path):
+    make_run(tmp_path / "old", update_bound=0.0)
+    make_run(tmp_path / "new", seed=1)
+    [scene] = collect(find_runs([tmp_path])).scenes
+    assert [len(group.records) for group in scene.groups] == [2]
+    make_run(tmp_path / "bound", seed=1, update_bound=5.0)
+    assert len(collect(find_runs([tmp_path])).scenes) == 2
+
+
 def test_departures_name_what_differs_from_the_paper():
     assert departures(settings_of("cifar10", method="fedrod+foogd", lambda_a=0.05, alpha=5.0, seed=3)) == []
     assert departures(settings_of("cifar10", method="fedavg+foogd")) == ["lambda_a 0.01 instead of 0.05"]  # our default
-    assert departures(settings_of("cifar10", method="fedrod", eval_every=1)) == []
+    assert departures(settings_of("cifar10", method="fedrod", eval_every=1, update_bound=0.0)) == []
+    assert departures(settings_of("cifar10", method="fedrod", update_bound=5.0)) == ["update_bound 5 instead of auto"]
     assert departures(settings_of("cifar10", method="fedavg", rounds=4)) == ["rounds 4 instead of 100"]
     other = settings_of("cifar10", method="fedavg+foogd", lambda_m=0.3, lambda_a=0.05)
     assert departures(other) == ["lambda_m 0.3 instead of 0.5"]

@@ -41,7 +41,9 @@ def test_other_tests_of_the_same_weights(run, foogd):
     assert "Run folder: b" in out
     assert everything(run) == before
     state, source = (read_checkpoint_state(Path(name) / "checkpoint" / "state.json") for name in ("b", "a"))
+    assert source.pop("before")["round"] == 1
     assert state == source
+    assert sorted(path.name for path in Path("b/checkpoint").iterdir()) == [state["file"], "state.json"]
     found = {(row.corruption, row.severity) for row in read_rows(Path("b")) if row.split == "in-c"}
     assert found == {(kind, severity) for kind in ("brightness", "contrast") for severity in (1, 5)}
     assert {row.detector for row in read_rows(Path("b"))} == {None, "energy", "score_norm"}

@@ -1,6 +1,7 @@
 """Run folders survive: kill -9 at any moment, a full disk, damaged files, readers while a run trains."""
 
 import errno
+import hashlib
 import json
 import os
 import random
@@ -98,6 +99,19 @@ def test_a_run_without_any_usable_update_is_no_success():
     assert not (run.folder / "summary.md").exists()
     with pytest.raises(InputError, match=sentence):
         finish(reopen("lost"))
+
+
+@pytest.mark.parametrize(
+    ("bound", "advice"),
+    [
+        (1e-9, "or another update_bound than 1e-09: 'auto' refuses what would spoil the model for all"),
+        ("auto", "or another update_bound$"),
+    ],
+)
+def test_who_refuses_every_update_is_told_of_the_bound_too(bound, advice):
+    run = make("a", update_bound=bound, rounds=2, lr=0.05 if bound != "auto" else 1e30)
+    with pytest.raises(InputError, match=f"nothing was learnt: use a smaller lr where training diverges, {advice}"):
+        finish(run)
 
 
 METHOD = """
@@ -404,13 +418,36 @@ def test_one_process_at_a_time_trains_a_run_and_a_stopped_one_lets_go():
 # Checkpoints
 
 
-def test_a_checkpoint_is_safetensors_and_json_and_only_the_last_is_kept():
-    finish(make("a"))
-    assert sorted(path.name for path in Path("a/checkpoint").iterdir()) == ["round-00003.safetensors", "state.json"]
+def test_a_checkpoint_is_safetensors_and_json_and_the_last_two_are_kept():
+    training, names = make("a").train(), [f"round-{round:05d}.safetensors" for round in (1, 2, 3)]
+    for round in (1, 2, 3):
+        next(training)
+        kept = sorted(path.name for path in Path("a/checkpoint").iterdir())
+        assert kept == [*names[max(0, round - 2) : round], "state.json"]
     about = json.loads(Path("a/checkpoint/state.json").read_text())
     assert about["round"] == 3
-    header = Path("a/checkpoint/round-00003.safetensors").read_bytes()
-    assert "server.shared" in json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])
+    for one, name in ((about, names[2]), (about["before"], names[1])):
+        data = Path("a/checkpoint", name).read_bytes()
+        assert (one["file"], one["sha256"]) == (name, hashlib.sha256(data).hexdigest())
+        assert "server.shared" in json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+
+
+def test_a_run_can_be_taken_back_one_round_by_hand():
+    finish(make("straight", eval_every=1))
+    shutil.copytree("straight", "a")
+    rewrite(Path("a/checkpoint/state.json"), lambda content: content.update(content["before"]))
+    assert load_checkpoint(Path("a"))[1] == reopen("a").finished_rounds() == 2
+    finish(reopen("a"))
+    assert_same_run("straight", "a")
+
+
+def test_a_folder_from_before_two_checkpoints_were_kept_goes_on():
+    finish(make("straight"))
+    stop_after(make("a"), 2)
+    rewrite(Path("a/checkpoint/state.json"), lambda content: content.pop("before"))
+    Path("a/checkpoint/round-00001.safetensors").unlink()
+    finish(reopen("a"))
+    assert_same_run("straight", "a")
 
 
 def test_a_reader_that_is_overtaken_by_the_run_gets_the_newer_checkpoint(monkeypatch):
@@ -418,11 +455,12 @@ def test_a_reader_that_is_overtaken_by_the_run_gets_the_newer_checkpoint(monkeyp
     next(training)
     old = read_checkpoint_state(Path("a/checkpoint/state.json"))
     next(training)
+    next(training)
     answers = [old]  # what the reader saw just before the run replaced it
     monkeypatch.setattr(
         "foogd.runs.read_checkpoint_state", lambda path: answers.pop() if answers else read_checkpoint_state(path)
     )
-    assert load_checkpoint(Path("a"))[1] == 2
+    assert load_checkpoint(Path("a"))[1] == 3
     assert not answers
     training.close()
 
@@ -467,6 +505,8 @@ DAMAGES = {
     "round is another": (STATE, lambda path: rewrite(path, lambda c: c.update(round=1))),
     "round is true": (STATE, lambda path: rewrite(path, lambda c: c.update(round=True))),
     "file elsewhere": (STATE, lambda path: rewrite(path, lambda c: c.update(file="../config.toml"))),
+    "before is text": (STATE, lambda path: rewrite(path, lambda c: c.update(before="round 1"))),
+    "before lies elsewhere": (STATE, lambda path: rewrite(path, lambda c: c["before"].update(file="../x"))),
     "no checksum": (STATE, lambda path: rewrite(path, lambda c: c.pop("sha256"))),
     "no layout": (STATE, lambda path: rewrite(path, lambda c: c.pop("layout"))),
     "layout of another form": (STATE, lambda path: rewrite(path, lambda c: c.update(layout=[["a", 0]]))),

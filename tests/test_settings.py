@@ -138,6 +138,9 @@ def test_a_misspelt_table_or_key_in_a_table_is_found_even_where_it_would_not_cou
         ("severities=[1, 3]", (1, 3)),
         ("mmd_kernels=1", 1),
         ("ce_on=ori", "ori"),
+        ("update_bound=auto", "auto"),
+        ("update_bound=0", 0.0),
+        ("update_bound=2.5", 2.5),
     ],
 )
 def test_values_are_read_as_what_they_are(text, value):
@@ -189,6 +192,11 @@ def test_an_assignment_without_key_or_value_is_refused(text):
         ("mmd_kernels=true", "one of 1, 2"),
         ("mmd_kernels=1.0", "one of 1, 2"),
         ("ce_on=aug", "one of 'ori', 'both'"),
+        ("update_bound=-1", "'auto' or a number at least 0.0"),
+        ("update_bound=nan", "'auto' or a number at least 0.0"),
+        ("update_bound=inf", "'auto' or a number at least 0.0"),
+        ("update_bound=high", "'auto' or a number at least 0.0"),
+        ("update_bound=true", "'auto' or a number at least 0.0"),
         ("data=3", "text"),
         ("out=[1]", "a list of texts"),
         ("severities=0", "a list of whole numbers at least 1 and at most 5"),
@@ -398,6 +406,10 @@ def test_a_method_that_cannot_be_made_is_refused(mine, name, word):
         ("severities", (1, 6), "a tuple of whole numbers at least 1 and at most 5"),
         ("severities", 3, "a tuple of whole numbers at least 1 and at most 5"),
         ("backbone", 3, "text or a function"),
+        ("update_bound", -1, "'auto' or a number at least 0.0"),
+        ("update_bound", float("nan"), "'auto' or a number at least 0.0"),
+        ("update_bound", "high", "'auto' or a number at least 0.0"),
+        ("update_bound", True, "'auto' or a number at least 0.0"),
     ],
 )
 def test_python_refuses_what_the_command_refuses(key, value, allowed):

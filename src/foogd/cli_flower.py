@@ -72,7 +72,7 @@ participation = 1.0        # share of the nodes that train in a round
 seed = 0
 eval_every = 0             # evaluate every so many rounds; 0: after the last one only
 aggregation = "mean"       # or median, trimmed, "mean,score=median"
-update_bound = 0.0         # updates that change the model by more than this are refused; 0: no bound
+update_bound = "auto"      # updates that move the model further are refused: 100 times its length, or a number; 0: none
 
 # of Flower
 {options}settings = ""              # foogd flower submit puts here what --set changes

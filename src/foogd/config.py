@@ -9,13 +9,14 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from .errors import InputError
 
 Backbone = Callable[..., nn.Module]
+AutoNumber = float | Literal["auto"]
 
 WHERE = frozenset({"device", "engine", "slots"})
 """Settings that say where and how fast, not what."""
@@ -24,7 +25,7 @@ WHERE = frozenset({"device", "engine", "slots"})
 def setting(default: Any, help: str, **limits: Any) -> Any:
     """A dataclass field with a line of help and its limits: ge, gt, le, lt or choices.
 
-    `added` marks a setting that older run folders do not name: they were made with its default. `group` names the
+    `added` marks a setting that older run folders do not name: they go on with its default. `group` names the
     group of settings that begins with this one.
     """
     return field(default=default, metadata={"help": help, **limits})
@@ -43,7 +44,7 @@ def quoted(values: Iterable[Any]) -> str:
 
 
 def _within(value: Any, limits: Mapping[str, Any]) -> bool:
-    return (
+    return isinstance(value, str) or (
         ("ge" not in limits or value >= limits["ge"])
         and ("gt" not in limits or value > limits["gt"])
         and ("le" not in limits or value <= limits["le"])
@@ -68,6 +69,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "int": (_whole, "a whole number"),
     "float": (_number, "a number"),
     "bool": (lambda value: isinstance(value, bool), "True or False"),
+    "AutoNumber": (lambda value: _number(value) or value == "auto", "'auto' or a number"),
     "str": (_text, "text"),
     "str | Backbone": (lambda value: _text(value) or callable(value), "text or a function"),
     "tuple[str, ...]": (_text, "a tuple of texts"),
@@ -128,9 +130,11 @@ class Config:
     aggregation: str = setting(
         "mean", "how updates are joined: mean, median, trimmed, or by group as in 'mean,score=median'", added=True
     )
-    trim: float = setting(0.1, "share that a trimmed mean leaves out at each end", ge=0.0, lt=0.5, added=True)
-    update_bound: float = setting(
-        0.0, "largest norm of what an update changes; 0: no bound", ge=0.0, added=True
+    trim: float = setting(
+        0.1, "share that a trimmed mean leaves out at each end, one update or more; 0: none", ge=0.0, lt=0.5, added=True
+    )
+    update_bound: AutoNumber = setting(
+        "auto", "how far an update may move the model; auto: 100 x its length; 0: no bound", ge=0.0, added=True
     )
 
     detectors: tuple[str, ...] = setting(

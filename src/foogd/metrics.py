@@ -111,7 +111,7 @@ def aupr(in_scores: Scores, out_scores: Scores) -> float:
 def fpr95_swapped(in_scores: Scores, out_scores: Scores) -> float:
     """The share of IN rejected when 5 % of OUT are accepted.
 
-    Only to match the paper's numbers for MSP, where the released code swaps the arguments. This is not FPR95, for the
+    What OpenOOD and pytorch-ood call FPR95, and what the paper's code computes for MSP. This is not our FPR95, for the
     two classes have changed places: use `fpr_at_tpr`.
     """
     return fpr_at_tpr(-_sorted(out_scores, "OUT").values, -_sorted(in_scores, "IN").values)

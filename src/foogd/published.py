@@ -109,7 +109,8 @@ def departures(settings: Mapping[str, Any]) -> list[str]:
     for key, want in expected.items():
         have = settings.get(key, want)
         have = list(have) if isinstance(have, tuple) else have
-        if key in _FREE | variant | {"profile"} or have == want:
+        unbound = key == "update_bound" and have == 0  # moves no number: updates that were refused are told
+        if key in _FREE | variant | {"profile"} or have == want or unbound:
             continue
         found.append(f"{key} {_word(have)} instead of {_word(want)}")
     return found

@@ -114,6 +114,8 @@ class Record:
     def compared(self) -> dict[str, Any]:
         """What it is told from other runs by."""
         settings = {key: value for key, value in self.settings.items() if key not in _SAME | self.idle}
+        if settings.get("update_bound") == 0:  # one experiment with "auto": whose updates were refused is told
+            settings["update_bound"] = "auto"
         outs = {} if self.outs is None else {"out": list(self.outs)}
         known = self.hashed and not self.flower and HASH in self.partition
         return {ON_FLOWER: self.flower, **settings, **outs, **({HASH: self.partition[HASH]} if known else {})}
@@ -286,7 +288,7 @@ def read_record(folder: Path) -> Record:
         raise InputError(f"{path} is half-written: it has no {', '.join(missing)}")
     settings = _DEFAULTS | written
     for key, default in _DEFAULTS.items():
-        if not _of_kind(settings[key], default):
+        if not _of_kind(settings[key], default) and not (key == "update_bound" and _of_kind(settings[key], 0.0)):
             raise InputError(f"{path} is damaged: {key} is {settings[key]!r}; {_KINDS[type(default)]} is needed")
     rows = read_rows(folder)
     last = max((row.round for row in rows), default=0)

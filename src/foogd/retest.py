@@ -59,10 +59,9 @@ def retest(run: Run, folder: Path, config: Config) -> Run:
     plugins = {**new.plugins(), **trained}
     about |= {"tested": {"run": run.folder.name, "commit": source_commit()}}
     about |= {"plugins": plugins} if plugins else {}
-    files = {
-        name: (run.folder / name).read_bytes()
-        for name in (ROUNDS, f"{CHECKPOINT}/{state['file']}", f"{CHECKPOINT}/{STATE}")
-    }
+    files = {name: (run.folder / name).read_bytes() for name in (ROUNDS, f"{CHECKPOINT}/{state['file']}")}
+    alone = {key: value for key, value in state.items() if key != "before"}  # the weights that are tested, no others
+    files[f"{CHECKPOINT}/{STATE}"] = json.dumps(alone).encode()
     return Run.create(
         folder, config, run.method, files | {ENVIRONMENT: f"{json.dumps(about, indent=2)}\n".encode()}
     )

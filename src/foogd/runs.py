@@ -50,7 +50,16 @@ from .nets.precision import resolve_precision
 from .plugins import blamed, is_plugin, plugin_file
 from .report import Report, Table
 from .samples import SAMPLES, pack_samples, read_samples
-from .simulate import RoundResult, RunState, initial_state, restore_state, simulate, state_tensors, surveyed
+from .simulate import (
+    RoundResult,
+    RunState,
+    initial_state,
+    need_updates,
+    restore_state,
+    simulate,
+    state_tensors,
+    surveyed,
+)
 from .types import Readout
 
 CONFIG, ENVIRONMENT = "config.toml", "environment.json"
@@ -222,6 +231,7 @@ class Run:
         if self.detectors and not any(detector.applies(readout) for detector in self.detectors.values()):
             raise InputError(f"detectors = {list(self.detectors)} are not possible: {self._lacking(readout)}")
         make_fold(self.config, self.method, engine.layout)
+        need_updates(self.config, sum(len(indices) > 0 for indices in federation.train_indices))
         state = self._start(engine) if self.config.init else None
         if is_plugin(split_name(self.config.method)[0]):  # a method of yours may break the contract
             state = state or initial_state(engine, pretrain=False)
@@ -316,7 +326,7 @@ class Run:
                 client, reason = next(iter(result.refused.items()))
                 raise InputError(
                     f"{self.folder}: no update could be used in rounds {result.round - LOST_ROUNDS + 1} to "
-                    f"{result.round} (client {client}: {reason}); the training has diverged: use a smaller lr"
+                    f"{result.round} (client {client}: {reason}); {self._advice}"
                 )
         self.write_summary(read_rows(self.folder), lines)
 
@@ -328,8 +338,15 @@ class Run:
         client, reason = next(iter(lines[-1]["refused"].items()))
         return (
             f"{self.folder}: no update could be used in any of the {len(lines)} rounds (client {client}: {reason}); "
-            "nothing was learnt: use a smaller lr, or look at the losses of the method"
+            f"nothing was learnt: {self._advice}"
         )
+
+    @property
+    def _advice(self) -> str:
+        """What may help where no update can be used; who did wrong cannot be known."""
+        bound = self.config.update_bound
+        other = "" if bound == "auto" else f" than {bound:g}: 'auto' refuses what would spoil the model for all"
+        return f"use a smaller lr where training diverges, or another update_bound{other}"
 
     def keep_round(self, lines: list[dict[str, Any]], result: RoundResult) -> None:
         """Write down a finished round: its line after those of the rounds before, then the checkpoint."""
@@ -724,14 +741,19 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def remove_drafts(folder: Path) -> None:
-    """Sweep up what a killed process left: drafts, and checkpoints that are not the last."""
+    """Sweep up what a killed process left: drafts, and checkpoints that are not among the last two."""
     for place in (folder, folder / CHECKPOINT, folder / MODEL):
         for draft in place.glob(f".*{DRAFT}"):
             draft.unlink(missing_ok=True)
     path = folder / CHECKPOINT / STATE
-    last = read_checkpoint_state(path)["file"] if path.is_file() else None
+    _remove_others(folder, read_checkpoint_state(path) if path.is_file() else {})
+
+
+def _remove_others(folder: Path, about: Mapping[str, Any]) -> None:
+    """Remove checkpoints that state.json does not name."""
+    named = {one.get("file") for one in (about, about.get("before", {}))}
     for file in (folder / CHECKPOINT).glob("round-*.safetensors"):
-        if file.name != last:
+        if file.name not in named:
             file.unlink(missing_ok=True)
 
 
@@ -815,12 +837,13 @@ def _toml_value(value: Any) -> str:
 
 
 def save_checkpoint(folder: Path, state: RunState, layout: Layout) -> None:
-    """The state in one safetensors file; `state.json` names it and is written last."""
+    """The state in one safetensors file; `state.json` names it and the one before, and is written last."""
     from safetensors.torch import save
 
     data = save(state_tensors(state))
     name = _checkpoint_name(state.server.round)
     checkpoint = folder / CHECKPOINT
+    last = read_checkpoint_state(checkpoint / STATE) if (checkpoint / STATE).is_file() else {}
     write_atomic(checkpoint / name, data)
     about = {
         "round": state.server.round,
@@ -829,11 +852,10 @@ def save_checkpoint(folder: Path, state: RunState, layout: Layout) -> None:
         "layout": _places(layout, layout.shared_names),
         "private_layout": _places(layout, layout.personal_names),
         "frozen_layout": _places(layout, layout.frozen_names),
+        **({"before": {key: last[key] for key in ("round", "file", "sha256")}} if last else {}),
     }
     write_atomic(checkpoint / STATE, json.dumps(about).encode())
-    for old in checkpoint.glob("round-*.safetensors"):
-        if old.name != name:
-            old.unlink(missing_ok=True)
+    _remove_others(folder, about)
 
 
 def save_model(
@@ -1017,11 +1039,16 @@ def _load_tensors(path: Path, about: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def read_checkpoint_state(path: Path) -> dict[str, Any]:
-    """The content of a checkpoint's state.json: round, file, checksum and the place of each value in the row."""
+    """The content of a checkpoint's state.json: round, file, checksum and the place of each value in the row.
+
+    Where there are two checkpoints, `before` has round, file and checksum of the earlier one.
+    """
     about = read_json(path)
-    round, layout = about.get("round"), about.get("layout")
-    if type(round) is not int or round < 1 or about.get("file") != _checkpoint_name(round):
-        raise InputError(f"{path} is damaged: it does not name a round and the file of that round")
+    for one in (about, about.get("before", about)):
+        round = one.get("round") if isinstance(one, dict) else None
+        if type(round) is not int or round < 1 or one.get("file") != _checkpoint_name(round):
+            raise InputError(f"{path} is damaged: it does not name a round and the file of that round")
+    layout = about.get("layout")
     layouts = (layout, about.get("private_layout", []), about.get("frozen_layout", []))
     if not all(isinstance(rows, list) and all(_is_slice(entry) for entry in rows) for rows in layouts):
         raise InputError(f"{path} is damaged: its layout is not a list of name, offset and shape")

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import pydantic
 
-from .config import Config, limits_in_words, quoted
+from .config import AutoNumber, Config, limits_in_words, quoted
 from .errors import InputError
 from .methods import FOOGD, METHODS, PROFILES, make_method, method_fields, split_name, variant_class
 from .methods.base import Method
@@ -245,8 +245,9 @@ def _constrained(hint: Any, item: Field[Any]) -> Any:
         return tuple[Annotated[inner, pydantic.Field(**limits)], ...] if limits else hint  # type: ignore[valid-type]
     if "choices" in item.metadata:
         return Literal[tuple(item.metadata["choices"])]
-    if hint is float:
-        return Annotated[float, pydantic.Field(allow_inf_nan=False, **limits)]
+    if hint in (float, AutoNumber):
+        number = Annotated[float, pydantic.Field(allow_inf_nan=False, **limits)]
+        return number if hint is float else number | Literal["auto"]
     return Annotated[hint, pydantic.Field(**limits)] if limits else hint
 
 
@@ -255,7 +256,9 @@ def allowed(hint: Any, item: Field[Any]) -> str:
     hint = _plain(hint)
     if "choices" in item.metadata:
         return f"one of {quoted(item.metadata['choices'])}"
-    kinds = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    kinds: dict[Any, str] = {
+        int: "a whole number", float: "a number", AutoNumber: "'auto' or a number", bool: "true or false", str: "text",
+    }  # fmt: skip
     if get_origin(hint) is tuple:
         words = {int: "whole numbers", float: "numbers", str: "texts"}
         return f"a list of {words[get_args(hint)[0]]}{limits_in_words(item.metadata)}"

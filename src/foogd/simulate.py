@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .config import Config
 from .data.federation import Federation
-from .engine.aggregate import Drift, make_fold, private_refusal, refusal, survey_refusal
+from .engine.aggregate import Bound, Drift, least_updates, make_fold, private_refusal, refusal, survey_refusal
 from .engine.eager import Engine
 from .engine.graph import make_engine
 from .engine.rng import Streams, generator
@@ -41,6 +41,7 @@ class RoundResult:
     bytes_down: int
     bytes_up: int
     drift: Mapping[str, float] = field(default_factory=dict)  # net → distance of the clients' models from their mean
+    spare: frozenset[int] = frozenset()  # those of the refused whose updates were only too few
 
 
 def simulate(
@@ -54,6 +55,7 @@ def simulate(
     """Train for `config.rounds` rounds, or for what is left of them from `start`; yields after each round."""
     if config.init and start is None:
         raise InputError(f"init = {config.init!r} is for the command line: give simulate a start (initial_state)")
+    need_updates(config, sum(len(indices) > 0 for indices in federation.train_indices))
     engine = engine or make_engine(method, federation, config)
     state = start or initial_state(engine)
     for round in range(state.server.round, config.rounds):
@@ -124,14 +126,24 @@ def sample_clients(clients: Sequence[ClientState], share: float, seed: int, roun
         raise InputError("no client has training data")
     if share >= 1:
         return able
-    count = max(1, round_half_up(share * len(able)))
-    chosen = torch.randperm(len(able), generator=generator(seed, round, "participants"))[:count]
+    chosen = torch.randperm(len(able), generator=generator(seed, round, "participants"))[: round_size(len(able), share)]
     return [able[position] for position in sorted(chosen.tolist())]
 
 
-def round_half_up(value: float) -> int:
-    """The nearest whole number; halves go up, so that a share of clients never depends on evenness."""
-    return int(value + 0.5)
+def round_size(able: int, share: float) -> int:
+    """How many clients of those with data take part in a round; halves go up, so evenness decides nothing."""
+    return max(1, int(share * able + 0.5))
+
+
+def need_updates(config: Config, able: int) -> None:
+    """Complain where no round can have as many updates as the rule needs."""
+    least, count = least_updates(config), round_size(able, config.participation)
+    if count < least:
+        raise InputError(
+            f"aggregation = {config.aggregation!r} with trim = {config.trim:g} leaves out an update at each end and "
+            f"needs {least} a round, but {able} clients with participation = {config.participation:g} send {count}: "
+            "use more of them, trim = 0, mean or median"
+        )
 
 
 def surveyed(
@@ -195,7 +207,7 @@ def run_round(engine: Engine, state: RunState, round: int) -> RoundResult:
             bytes_down += _bytes(server.frozen)
             client.holds = server.frozen_round
 
-    fold = make_fold(config, method, engine.layout)
+    fold, bound = make_fold(config, method, engine.layout), Bound(config.update_bound, engine.layout, server.shared)
     before = {client.id: client for client in state.clients}
     drift = Drift(engine.layout, server.shared)
     counted: list[Update] = []
@@ -205,7 +217,7 @@ def run_round(engine: Engine, state: RunState, round: int) -> RoundResult:
             clients[update.client] = replace(before[update.client])
             continue
         bytes_up += _bytes(update.shared, *update.extra.values(), *update.integers.values())
-        reason = refusal(update, server, config.update_bound) or private_refusal(clients[update.client])
+        reason = refusal(update, server) or bound.refusal(update) or private_refusal(clients[update.client])
         if reason is None:
             fold.add(update)
             drift.add(update)
@@ -215,6 +227,13 @@ def run_round(engine: Engine, state: RunState, round: int) -> RoundResult:
         else:
             refused[update.client] = reason
             clients[update.client] = replace(before[update.client], holds=clients[update.client].holds)
+    spare: frozenset[int] = frozenset()
+    if 0 < len(counted) < (least := least_updates(config)):  # nothing is joined, as if nobody had sent anything
+        reason = f"aggregation = {config.aggregation!r} needs {least} updates, and only {len(counted)} could be used"
+        spare = frozenset(update.client for update in counted)
+        refused |= dict.fromkeys(spare, reason)
+        clients |= {client: replace(before[client], holds=clients[client].holds) for client in spare}
+        counted, fold, drift = [], make_fold(config, method, engine.layout), Drift(engine.layout, server.shared)
     mean = fold.finish(server)
     if counted:
         extras = [Survey(update.client, update.weight, update.extra) for update in counted]
@@ -232,6 +251,7 @@ def run_round(engine: Engine, state: RunState, round: int) -> RoundResult:
         bytes_down=bytes_down,
         bytes_up=bytes_up,
         drift=drift.finish(),
+        spare=spare,
     )
 
 

@@ -24,7 +24,8 @@ from .evaluate import evaluate
 from .methods.base import Method, class_flaw, losses_flaw
 from .metrics import auroc
 from .nets.dropout import bind_dropout
-from .simulate import RunState, initial_state, restore_state, simulate, state_tensors
+from .nets.learning import frozen_values, learnable, set_training, with_learners
+from .simulate import initial_state, restore_state, simulate, state_tensors
 from .types import Batch, Context, Nets, Output, Phase, Readout
 
 CONTRACT = Config(
@@ -68,10 +69,10 @@ def _context(
     )  # fmt: skip
 
 
-def _all_phases(method: Method) -> list[tuple[int, Phase]]:
+def _all_phases(method: Method, nets: Nets) -> list[tuple[int, Phase]]:
     """Every kind of phase: of an early round, of the last one, and before a test; a kind is named by its groups."""
-    found = [(round, phase) for round in (0, ROUNDS - 1) for phase in method.phases(round, ROUNDS, 1)]
-    found += [(ROUNDS, phase) for phase in method.before_test()]
+    rounds = {round: method.phases(round, ROUNDS, 1) for round in (0, ROUNDS - 1)} | {ROUNDS: method.before_test()}
+    found = [(at, phase) for at, phases in rounds.items() for phase in with_learners(phases, method.groups, nets)]
     return list({(phase.groups, phase.received): (round, phase) for round, phase in found}.values())
 
 
@@ -82,19 +83,19 @@ def _check_losses(method: Method, federation: Federation, config: Config) -> Non
     batches = BatchMaker.of(method, federation, config, torch.device("cpu"))
     own = federation.train_indices[0]
     server = method.init_server(nets, Streams(0, "server"))
-    for round, phase in _all_phases(method):
+    for round, phase in _all_phases(method, nets):
         nets.eval()
         for group in phase.groups:
             assert group in method.groups, f"phase trains {group!r}, which is none of the groups {tuple(method.groups)}"
             for name in method.groups[group]:
-                nets[name].train()
+                set_training(nets[name], True)
         ctx = _context(nets, federation, phase.groups, rng, server, round)
         batch = method.extend(nets, batches.training(own[: config.batch_size], own, rng), ctx)
         losses = method.losses(nets, method.embed(nets, batch), ctx)
         flaw = losses_flaw(losses, phase.groups)
         assert flaw is None, flaw
         assert set(losses) == set(phase.groups), f"losses have the keys {sorted(losses)}, the groups are {phase.groups}"
-        parameters = {g: [p for net in method.groups[g] for p in nets[net].parameters()] for g in phase.groups}
+        parameters = {g: [p for net in method.groups[g] for p in learnable(nets[net])] for g in phase.groups}
         for group, loss in losses.items():
             assert bool(torch.isfinite(loss)), f"the loss of {group!r} is {float(loss.detach())}"
             assert loss.requires_grad, f"the loss of {group!r} has no gradient"
@@ -123,13 +124,15 @@ def _check_meta(method: Method, federation: Federation, config: Config) -> None:
     server = {name: value.to("meta") for name, value in published.items()}
     class_counts = torch.empty(federation.num_classes, device="meta")
     constants = torch.empty(1, c, 1, 1, device="meta"), torch.empty(1, c, 1, 1, device="meta")
-    for round, phase in _all_phases(method):
+    for round, phase in _all_phases(method, nets):
+        for net in nets.values():
+            set_training(net, True)
         ctx = Context(round, ROUNDS, phase.groups, class_counts, nets, server, {}, no_stream, *constants)
         ctx = guarded(ctx, reads_round=method.reads_round)
         try:
             x_hat = method.view(x, x, no_stream) if method.views == 2 else None
             y = torch.empty(b, dtype=torch.int64, device="meta")
-            batch = method.extend(nets.train(), Batch(method.first_view(x, no_stream), y, x_hat), ctx)
+            batch = method.extend(nets, Batch(method.first_view(x, no_stream), y, x_hat), ctx)
             losses = method.losses(nets, method.embed(nets, batch), ctx)
         except CannotCapture as error:
             raise AssertionError(str(error)) from error
@@ -144,10 +147,11 @@ def _check_travel(method: Method, engine: EagerEngine) -> None:
     for name in nets:
         once = (name in trained) != (name in method.frozen)
         assert once, f"net {name!r} must be in a group or frozen, and not in both"
-    private = method.private_names(nets)
+    built = frozen_values(nets)
+    private = method.private_names(nets) - built
     for name, value in nets.state_dict().items():
         if value.is_floating_point():
-            frozen = name.partition(".")[0] in method.frozen
+            frozen = name in built or name.partition(".")[0] in method.frozen
             rest = layout.frozen_names if frozen else layout.shared_names
             wanted = layout.personal_names if name in private else rest
             assert name in wanted, f"{name} is not in the row where it belongs"
@@ -193,16 +197,16 @@ def _depends(client: int) -> str:
     return f"client {client} depends on who trained before it"
 
 
-def _last(method: Method, federation: Federation, config: Config) -> RunState:
+def _last(method: Method, federation: Federation, config: Config) -> dict[str, Tensor]:
     *_, last = simulate(method, federation, config)
-    return last.state
+    return state_tensors(last.state)
 
 
 def _check_seed(method: Method, federation: Federation, config: Config) -> None:
     one, again = _last(method, federation, config), _last(method, federation, config)
-    assert torch.equal(one.server.shared, again.server.shared), "one seed gave two results"
+    assert all(torch.equal(one[name], again[name]) for name in one), "one seed gave two results"
     other = _last(method, federation, replace(config, seed=config.seed + 1))
-    assert not torch.equal(one.server.shared, other.server.shared), "two seeds gave one result"
+    assert not all(torch.equal(one[name], other[name]) for name in one), "two seeds gave one result"
 
 
 def _check_save_and_load(method: Method, federation: Federation, config: Config) -> None:

@@ -167,7 +167,7 @@ class ServerState:
     extra: Mapping[str, Tensor] = field(default_factory=dict)
     integers: Mapping[str, Tensor] = field(default_factory=dict)
     round: int = 0
-    frozen: Float[Tensor, " f"] = field(default_factory=lambda: torch.empty(0))  # nets that only the server changes
+    frozen: Float[Tensor, " f"] = field(default_factory=lambda: torch.empty(0))  # what no client changes (`Layout`)
     frozen_round: int = 0  # the round after which they changed last: a client that holds them is not sent them again
     clients: int = 0  # of the federation, those that do not take part included
 

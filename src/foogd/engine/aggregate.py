@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, final
 
 import torch
 
-from ..config import Config
+from ..config import AutoNumber, Config
 from ..errors import InputError
 from ..types import ClientState, ServerState, Survey, Update
 from .arena import Layout
@@ -18,11 +18,40 @@ if TYPE_CHECKING:
     from ..methods.base import Method
 
 
-def refusal(update: Update, server: ServerState, bound: float = 0.0) -> str | None:
-    """Why an update may not count, or None: it must have the server's shape and only finite values.
+FARTHEST = 100.0  # times the length of the row that an update starts from
+LEAST_TRIMMED = 3  # updates: one is left out at each end
 
-    With a `bound` above 0 the row may not be further from the server's than that, in the Euclidean norm.
+
+@final
+class Bound:
+    """How far an update may lie from the row that it starts from, known without the other updates; 0: no bound.
+
+    "auto" is FARTHEST times the length of that row, where one shorter than 1 counts as 1: a model of zeros may learn.
+    A running variance counts there by its root, for it grows with the square of the weights.
     """
+
+    def __init__(self, limit: AutoNumber, layout: Layout, start: torch.Tensor) -> None:
+        self._start, self._relative = start, limit == "auto"
+        self._variances = layout.pooled_moments[1].to(start.device)
+        self._limit = FARTHEST * max(1.0, self._length(start)) if limit == "auto" else float(limit)
+
+    def refusal(self, update: Update) -> str | None:
+        """Why an update is too long, or None."""
+        distance = self._length(update.shared - self._start) if self._limit else 0.0
+        if distance <= self._limit:
+            return None
+        said = f"it moved the model by {distance:.4g}; the bound is {self._limit:.4g}"
+        return said + f", {FARTHEST:g} times the length of the model (update_bound = 'auto')" * self._relative
+
+    def _length(self, row: torch.Tensor) -> float:
+        values = row.double()  # the square of 3e38 is no float32
+        if self._relative:
+            values[self._variances] = values[self._variances].abs().sqrt()
+        return float(torch.linalg.vector_norm(values))
+
+
+def refusal(update: Update, server: ServerState) -> str | None:
+    """Why an update may not count, or None: it must have the server's shape and only finite values."""
     if update.shared.shape != server.shared.shape:
         return f"its row has shape {tuple(update.shared.shape)}, the server's has {tuple(server.shared.shape)}"
     if update.shared.dtype != server.shared.dtype:
@@ -41,10 +70,6 @@ def refusal(update: Update, server: ServerState, bound: float = 0.0) -> str | No
     mine = {name: tuple(value.shape) for name, value in update.integers.items()}
     if server.integers and mine != {name: tuple(value.shape) for name, value in server.integers.items()}:
         return "its integer buffers are not those of the server"
-    if bound > 0:
-        distance = float(torch.linalg.vector_norm(update.shared - server.shared, dtype=torch.float64))
-        if not distance <= bound:
-            return f"it moved the model by {distance:.4g}; the bound is {bound:g}"
     return None
 
 
@@ -113,8 +138,8 @@ class WeightedMean:
 class Robust:
     """A rule of its own for each net: the weighted mean, the median or the trimmed mean of each value.
 
-    Median and trimmed mean (Yin et al., ICML 2018) give every client one vote, whatever its weight; the trimmed mean
-    leaves out the ⌊trim·n⌋ largest and as many smallest of n values. All rows are held until the end of the round.
+    Median and trimmed mean (Yin et al., ICML 2018) give every client one vote, whatever its weight. All rows are held
+    until the end of the round.
     """
 
     def __init__(self, layout: Layout, rules: Mapping[str, str], *, trim: float, exact_bn: bool = False) -> None:
@@ -145,8 +170,13 @@ def median(values: torch.Tensor) -> torch.Tensor:
 
 
 def trimmed_mean(values: torch.Tensor, trim: float) -> torch.Tensor:
-    """The mean over the first axis without the ⌊trim·n⌋ largest and as many smallest values."""
-    cut = int(trim * len(values))
+    """The mean over the first axis without the ⌊trim·n⌋ largest and as many smallest of n values.
+
+    Where trim is above 0, at least one is left out at each end: so n must be 3 or more.
+    """
+    if trim > 0 and len(values) < LEAST_TRIMMED:
+        raise InputError(f"a trimmed mean of {len(values)} updates is not possible: it needs {LEAST_TRIMMED}")
+    cut = max(int(trim * len(values)), int(trim > 0))
     return values.sort(dim=0).values[cut : len(values) - cut].mean(dim=0)
 
 
@@ -170,6 +200,12 @@ def net_rules(text: str, groups: Mapping[str, tuple[str, ...]], nets: Iterable[s
             raise InputError(f"aggregation = {text!r} names a group {group!r}: this method has {', '.join(groups)}")
     of_net = {net: rule for group, rule in chosen.items() for net in groups[group]}
     return {net: of_net.get(net, plain[0] if plain else "mean") for net in nets}
+
+
+def least_updates(config: Config) -> int:
+    """How many updates the rule of a run needs in a round."""
+    rules = {word.rpartition("=")[2].strip() for word in config.aggregation.split(",")}
+    return LEAST_TRIMMED if config.trim > 0 and "trimmed" in rules else 1
 
 
 def make_fold(config: Config, method: Method, layout: Layout) -> Fold:

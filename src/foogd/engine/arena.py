@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
+from ..nets.learning import frozen_values
 from ..types import Nets, ServerState
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class Slice(NamedTuple):
 @dataclass(frozen=True)
 class Layout:
     """Where each parameter and float buffer of some nets lies: in the row that travels, in the one that stays on its
-    client, or in the one that only the server changes and that clients are sent but do not send back.
+    client, or in the one that no client changes: nets that only the server changes, and what was built frozen.
 
     Names and order are those of `nets.state_dict()`. Names of tied values have the same slice. Integer buffers (the
     counters of batch normalisation) are in neither row.
@@ -57,13 +58,15 @@ class Layout:
         integers: list[str] = []
         sizes = {SHARED: 0, PERSONAL: 0, FROZEN: 0}
         placed: dict[int, str] = {}
+        built = frozen_values(nets)
         for name, value in _values(nets):
             if not value.is_floating_point() and not value.is_complex():
                 integers.append(name)
                 continue
             if value.dtype != torch.float32:
                 raise InputError(f'"{name}" has the type {value.dtype}, but only torch.float32 is allowed in a model.')
-            row = PERSONAL if personal(name) else FROZEN if name.partition(".")[0] in frozen else SHARED
+            of_server = name.partition(".")[0] in frozen
+            row = FROZEN if name in built else PERSONAL if personal(name) else FROZEN if of_server else SHARED
             twin = placed.setdefault(id(value), name)
             if twin != name:
                 if slices[twin].row != row:

@@ -16,6 +16,7 @@ from ..errors import InputError
 from ..methods.base import HINT, Method, need_losses
 from ..nets import make_backbone
 from ..nets.dropout import bind_dropout
+from ..nets.learning import learnable, note_frozen, set_learning, with_learners
 from ..nets.precision import in_bf16, resolve_precision
 from ..types import Batch, ClientState, Context, Missing, Nets, Optimiser, Phase, Rng, ServerState, Survey, Update
 from .arena import Layout, ServerNets
@@ -63,7 +64,9 @@ def build_nets(method: Method, task: Task, config: Config) -> Nets:
     streams = Streams(config.seed, "init")
     backbone = make_backbone(config.backbone, task.shape, streams("backbone"))
     backbone.image_shape = task.shape  # type: ignore[assignment]  # for methods that make images themselves
-    return method.build(backbone, task.num_classes, streams)
+    nets = method.build(backbone, task.num_classes, streams)
+    note_frozen(nets)
+    return nets
 
 
 def resolve_device(name: str) -> torch.device:
@@ -149,7 +152,7 @@ class EagerEngine:
 
     def personalise(self, server: ServerState, clients: Sequence[ClientState]) -> list[ClientState]:
         """The clients with their private nets trained on the final model; the server's values stay as they are."""
-        phases = self.method.before_test()
+        phases = with_learners(self.method.before_test(), self.method.groups, self._nets)
         if not phases:
             return list(clients)
         ready = []
@@ -183,7 +186,7 @@ class EagerEngine:
             yield self._train_client(server, client, round)
 
     def _train_client(self, server: ServerState, client: ClientState, round: int) -> Update:
-        phases = self.method.phases(round, self.config.rounds, self.config.local_epochs)
+        phases = self.phases(round)
         ctx = self._arrive(server, client, round, phases)
         losses = self._learn(client, phases, ctx, generator(self.config.seed, round, client.id, "order"))
         self._nets.eval()
@@ -226,7 +229,7 @@ class EagerEngine:
 
     def try_step(self, server: ServerState, client: ClientState) -> None:
         """One local step of each phase of the first round, to see what a method does before a run begins."""
-        phases = self.method.phases(0, self.config.rounds, self.config.local_epochs)
+        phases = self.phases(0)
         ctx = self._arrive(server, client, 0, phases)
         own = client.indices.to(self.device)
         bind_dropout(self._nets, ctx.rng("dropout"))
@@ -281,6 +284,11 @@ class EagerEngine:
             optimiser=self._default(),
         )
 
+    def phases(self, round: int) -> list[Phase]:
+        """The local training of a round."""
+        phases = self.method.phases(round, self.config.rounds, self.config.local_epochs)
+        return with_learners(phases, self.method.groups, self._nets)
+
     def steps(self, client: ClientState, phases: Sequence[Phase]) -> dict[str, int]:
         """How many local steps each group takes in these phases."""
         epoch, steps = steps_per_epoch(len(client.indices), self.config), dict[str, int]()
@@ -296,7 +304,7 @@ class EagerEngine:
         self.set_modes(nets, phase)
         optimisers = {}
         for group in phase.groups:
-            parameters = [p for name in self.method.groups[group] for p in nets[name].parameters()]
+            parameters = [p for name in self.method.groups[group] for p in learnable(nets[name])]
             own = {k: v for k, v in kept.items() if k.startswith(f"{group}/")}
             spec = self.method.optimiser(group, self._default())
             # On a GPU the arithmetic is that of steps which can be recorded, so that both engines agree.
@@ -307,7 +315,7 @@ class EagerEngine:
         """Nets that learn in this phase in train mode with gradients, all others in eval mode without."""
         learning = {name for group in phase.groups for name in self.method.groups[group]}
         for name in sorted(nets, key=learning.__contains__):  # last those that learn, for nets may be tied
-            nets[name].train(name in learning).requires_grad_(name in learning)
+            set_learning(nets[name], name in learning)
 
     def weight(self, client: ClientState) -> float:
         """The client's weight in the mean."""

@@ -381,7 +381,7 @@ class GraphEngine:
 
     def _prepare(self, server: ServerState, clients: Sequence[ClientState], round: int) -> None:
         """Slots for the largest client, and a graph in each for every kind of phase of this round."""
-        phases = self.method.phases(round, self.config.rounds, self.config.local_epochs)
+        phases = self.eager.phases(round)
         most = max((len(own) for own in self.federation.train_indices), default=1)
         steps = max(1, *(phase.epochs for phase in phases)) * steps_per_epoch(most, self.config) if phases else 1
         if self._slots and len(self._slots[0].block) < steps:
@@ -445,7 +445,7 @@ class GraphEngine:
         done: dict[int, Callable[[], Update]],
     ) -> Iterator[bool]:
         """All steps of a slot's clients; hands back after each one, so that the host feeds all slots evenly."""
-        phases = self.method.phases(round, self.config.rounds, self.config.local_epochs)
+        phases = self.eager.phases(round)
         for client in queue:
             with slot.on():
                 ctx = slot.arrive(server, sent, client, round)

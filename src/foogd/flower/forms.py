@@ -52,7 +52,7 @@ def _made_up(engine: EagerEngine, server: ServerState, round: int) -> tuple[Nets
     nets, federation = engine.nets().eval(), engine.federation
     counts = federation.class_counts(0)
     client = ClientState(0, torch.empty(0), torch.arange(min(2, len(federation.train))), counts)
-    phases = engine.method.phases(round, engine.config.rounds, engine.config.local_epochs)
+    phases = engine.phases(round)
     rng = Streams(engine.config.seed, round, "form", device=engine.device)
     ctx = engine.context(round, nets, server.extra, {}, rng, counts.to(engine.device))
     ctx = replace(ctx, groups=phases[0].groups if phases else (), steps=engine.steps(client, phases))

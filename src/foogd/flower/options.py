@@ -8,10 +8,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, final
 
 from ..config import Config, setting
+from ..engine.aggregate import least_updates
 from ..errors import InputError
 from ..methods.base import Method
 from ..settings import check_settings, read_preset, resolve
-from ..simulate import round_half_up
+from ..simulate import need_updates, round_size
 
 
 @final
@@ -53,12 +54,14 @@ def read_options(given: Mapping[str, Any]) -> tuple[Options, Config, Method]:
             raise InputError(f"method {config.method} cannot run on Flower with these settings: {reason}")
     if options.min_updates > config.clients:
         raise InputError(f"min_updates = {options.min_updates} is more than the {config.clients} clients")
-    sample = max(1, round_half_up(config.participation * config.clients))
+    need_updates(config, config.clients)
+    sample = round_size(config.clients, config.participation)
     if options.min_updates > sample:
         raise InputError(
             f"min_updates = {options.min_updates} is more than the {sample} clients that participation = "
             f"{config.participation:g} lets take part in a round"
         )
+    options = replace(options, min_updates=max(options.min_updates, least_updates(config)))
     # What a node does with its test images is its own: those that the simulator would make are not asked for.
     return options, replace(config, device=options.server_device, resident="host"), method
 

@@ -252,12 +252,12 @@ class Server:
         for attempt in range(self.options.retries + 1):
             engine.again, engine.unasked = attempt > 0, set()
             result = self._attempt(state, round, attempt, failed)
-            failed |= result.refused.keys()
+            failed |= result.refused.keys() - result.spare
             counted = len(result.participants) - len(result.refused)
             for client in result.participants:
                 if client not in result.refused:
                     engine.roster.served(client)
-                elif client not in engine.unasked:
+                elif client not in engine.unasked | result.spare:
                     engine.roster.failed(client, round)
             if counted >= wanted:
                 return result

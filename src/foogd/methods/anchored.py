@@ -26,6 +26,8 @@ class AnchoredFOOGD(ScoreWrapper):
     lambda_a: float = field(default=0.01, metadata={"ge": 0.0, "help": "weight of the Stein term's logarithm"})
     ce_on: str = field(default="both", metadata={"choices": ("ori", "both"), "help": "views in the base loss"})
     sigma: float = field(default=0.4, metadata={"gt": 0.0, "help": "noise level of KSD, Langevin and detection"})
+    sigma_max: float = field(default=1.0, metadata={"gt": 0.0, "help": "largest noise level of DSM"})
+    step: float = field(default=0.1, metadata={"gt": 0.0, "help": "Langevin step"})
     log_share: float = field(
         default=0.1, metadata={"ge": 0.0, "help": "c/size where features enter as log(1 + |z|/c); 0: as they are"}
     )

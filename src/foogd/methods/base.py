@@ -14,6 +14,7 @@ from ..data.augment import fourier_mix
 from ..engine.arena import ServerNets
 from ..engine.rng import with_seed
 from ..errors import InputError
+from ..nets.learning import learnable
 from ..types import Batch, Context, Nets, Optimiser, Output, Phase, Readout, Rng, ServerState, Survey
 
 
@@ -301,8 +302,8 @@ def feature_width(backbone: nn.Module) -> int:
 
 
 def flat_parameters(nets: Nets, names: Iterable[str]) -> Tensor:
-    """The parameters of some nets as one vector, in the order of a group's optimiser; buffers are none."""
-    return torch.cat([parameter.flatten() for name in names for parameter in nets[name].parameters()])
+    """The parameters that learn in some nets as one vector, in the order of a group's optimiser; buffers are none."""
+    return torch.cat([parameter.flatten() for name in names for parameter in learnable(nets[name])])
 
 
 def image_shape(backbone: nn.Module) -> tuple[int, int, int]:

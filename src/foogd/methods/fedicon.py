@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..data.views import contrastive_view
 from ..errors import InputError
 from ..functional import entropy, simclr, supcon
+from ..nets.learning import learnable
 from ..types import Batch, Context, Nets, Optimiser, Output, Phase, Readout, Rng
 from .base import Method, joined_readout, linear_head, linear_readout
 
@@ -131,7 +132,7 @@ class FedICON(Method):
         return linear_readout(lambda z: self.generic_logits(nets, z), nets["head"])
 
     def predictor(self, nets: Nets, ctx: Context) -> Callable[[Tensor], Output]:
-        if self.tta == "none":
+        if self.tta == "none" or not learnable(nets["backbone"]):
             return super().predictor(nets, ctx)
         # In eval mode: with statistics of the batch, a prediction would depend on what else is in it.
         own = nn.ModuleDict({**dict(nets.items()), "backbone": copy.deepcopy(nets["backbone"]).eval()})
@@ -158,15 +159,19 @@ class FedICON(Method):
         return predict
 
     def adapted(self, backbone: nn.Module) -> list[nn.Parameter]:
-        """The parameters that test batches move: all, or with `tent` scale and shift of batch normalisation."""
-        backbone.requires_grad_(self.tta == "simclr")
+        """The parameters that test batches move: all that learn, with `tent` of batch normalisation alone."""
+        backbone.requires_grad_(False)
+        found = learnable(backbone)
         if self.tta == "tent":
-            for module in backbone.modules():
-                if isinstance(module, _BatchNorm):
-                    module.requires_grad_(True)
-        found = [parameter for parameter in backbone.parameters() if parameter.requires_grad]
+            norms = [module for module in backbone.modules() if isinstance(module, _BatchNorm)]
+            own = {id(parameter) for norm in norms for parameter in norm.parameters()}
+            found = [parameter for parameter in found if id(parameter) in own]
         if not found:
-            raise InputError("tta is 'tent', but the backbone has no batch normalisation; use 'simclr' or 'none'.")
+            raise InputError(
+                "tta is 'tent', but the backbone has no batch normalisation that learns; use 'simclr' or 'none'."
+            )
+        for parameter in found:
+            parameter.requires_grad_(True)
         return found
 
     def test_loss(self, nets: Nets, x: Tensor, ctx: Context) -> Tensor:

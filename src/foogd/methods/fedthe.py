@@ -16,6 +16,7 @@ from ..data.views import augmix
 from ..engine.arena import ServerNets
 from ..engine.rng import with_seed
 from ..functional import balanced_softmax, entropy
+from ..nets.learning import learnable
 from ..types import Batch, Context, Nets, Optimiser, Output, Phase, Readout, Rng, ServerState, Survey, both_views
 from .base import Method, feature_width, joined_readout, linear_readout
 
@@ -158,8 +159,8 @@ class FedTHE(Method):
         The steps lower the entropy of the mean prediction over AugMix views at fixed weights of the heads (MEMO, Zhang
         et al., NeurIPS 2022).
         """
-        own = nn.ModuleDict({name: copy.deepcopy(nets[name]) for name in NETS}).eval().requires_grad_(True)
-        parameters = list(own.parameters())
+        own = nn.ModuleDict({name: copy.deepcopy(nets[name]) for name in NETS}).eval()
+        parameters = [parameter.requires_grad_(True) for net in own.values() for parameter in learnable(net)]
         start = [parameter.detach().clone() for parameter in parameters]
         optimiser = torch.optim.SGD(parameters, lr=self.memo_lr)
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..engine.arena import ServerNets
 from ..engine.rng import with_seed
 from ..functional import dsm, ksd, langevin, mmd
+from ..nets.learning import set_training
 from ..nets.score import ScoreNet, ScoreNetwork, frozen
 from ..types import Batch, Context, Nets, Optimiser, Phase, Readout, Rng, Score, ServerState, Survey, both_views
 from .base import feature_width, need_losses
@@ -35,11 +36,11 @@ class ScoreWrapper(Wrapper, ABC):
     ce_on: str = field(default="ori", metadata={"choices": ("ori", "both"), "help": "views in the base loss, Alg. 3"})
     train_base: bool = field(default=True, metadata={"help": "false: only the score network learns"})
     score_width: int = field(default=1024, metadata={"ge": 1, "help": "hidden width of the score network"})
-    sigma: float = field(default=0.1, metadata={"gt": 0.0, "help": "noise level of Eq. 9 and 11: sigma -> 0"})
-    sigma_min: float = field(default=0.1, metadata={"gt": 0.0, "help": "smallest noise level of Eq. 4"})
-    sigma_max: float = field(default=1.0, metadata={"gt": 0.0, "help": "largest noise level of Eq. 4"})
+    sigma: float = field(default=0.5, metadata={"gt": 0.0, "help": "noise level of Eq. 6, 9 and 11, in spreads"})
+    sigma_min: float = field(default=0.1, metadata={"gt": 0.0, "help": "smallest noise level of Eq. 4, in spreads"})
+    sigma_max: float = field(default=3.0, metadata={"gt": 0.0, "help": "largest noise level of Eq. 4, in spreads"})
     sigma_levels: int = field(default=10, metadata={"ge": 1, "help": "noise levels of Eq. 4; 1: `sigma` alone"})
-    step: float = field(default=0.1, metadata={"gt": 0.0, "help": "Langevin step, Eq. 6"})
+    step: float = field(default=0.5, metadata={"gt": 0.0, "help": "Langevin step, Eq. 6"})
     steps: int = field(default=10, metadata={"ge": 1, "help": "Langevin steps T, Eq. 6"})
     score_lr: float = field(default=0.001, metadata={"gt": 0.0, "help": "rate of Adam for the score network"})
     score_clip: float = field(default=5.0, metadata={"ge": 0.0, "help": "largest gradient norm of the score; 0: none"})
@@ -150,7 +151,7 @@ class ScoreWrapper(Wrapper, ABC):
         with torch.no_grad():
             x = batch.x if batch.x_plain is None else batch.x_plain
             z = self.base.embed(nets, Batch(x, batch.y)).features
-        nets["backbone"].train(training)
+        set_training(nets["backbone"], training)
         return z
 
     def stein(self, score: ScoreNetwork, u_hat: Tensor) -> Tensor:
@@ -249,8 +250,8 @@ class FOOGD(ScoreWrapper):
         return ScoreNet(width, self.score_width)
 
     def generate(self, score: ScoreNetwork, start: Tensor, y: Tensor, rng: torch.Generator) -> Tensor:
-        """Eq. 6 from N(0, I) at the largest level: no label is read."""
-        return langevin(lambda u: score(u, self.sigma_max), start, step=self.step, steps=self.steps, rng=rng)
+        """Eq. 6 from N(0, I); no label is read."""
+        return langevin(lambda u: score(u, self.sigma), start, step=self.step, steps=self.steps, rng=rng)
 
     def score_of(self, nets: Nets) -> Score:
         score = nets["score"]

@@ -42,43 +42,43 @@ class ScoreNetwork(nn.Module, ABC):
 
 @final
 class ScoreNet(ScoreNetwork):
-    """s(u, σ) = net(u, log σ)/σ with u = (z − m)/c: m the mean of the features, c² their mean variance a dimension.
+    """The score of N(0, I), which noise of level σ makes N(0, (1 + σ²)I), and what a network adds to it.
 
-    With `unit_length` features are brought to the length √d before: what is unusual is their direction. The network
-    is the one of the authors' code, Linear-LayerNorm-ELU-Linear, with one more input for its noise level.
+    s(u, σ) = −u/(1 + σ²) + net(u/√(1 + σ²), log σ)/(σ√(1 + σ²)), with u = (√d·z/‖z‖ − m)/c: m is the mean over all
+    features, and c² their mean variance a dimension. So the points that the network sees, and what it has to say,
+    are of the same size at every noise level (Karras et al., NeurIPS 2022). It starts at 0.
     """
 
     centre: Tensor
     spread: Tensor
 
-    def __init__(self, feature_width: int, width: int = 1024, unit_length: bool = False) -> None:
+    def __init__(self, feature_width: int, width: int = 1024) -> None:
         super().__init__()
-        self.unit_length = unit_length
         self.register_buffer("centre", torch.zeros(feature_width))
         self.register_buffer("spread", torch.ones(1))
         self.net = two_layers(feature_width, width)
+        for value in self.net[3].parameters():
+            nn.init.zeros_(value)
 
     def scale(self, z: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
-        return (self._sized(z) - self.centre) / self.spread
+        return (of_equal_length(z) - self.centre) / self.spread
 
     def forward(self, u: Float[Tensor, "b d"], sigma: float | Float[Tensor, " b"]) -> Float[Tensor, "b d"]:
-        return conditional(self.net, u, sigma)
+        size = 1 + (sigma.to(u).reshape(-1, 1).square() if isinstance(sigma, Tensor) else sigma**2)
+        root = size**0.5
+        return conditional(self.net, u / root, sigma) / root - u / size
 
     @torch.no_grad()
     def moments(self, z: Float[Tensor, "b d"], y: Int[Tensor, " b"]) -> dict[str, Tensor]:
-        u = self._sized(z).double()
+        u = of_equal_length(z).double()
         return {"images": u.new_full((), len(u)), "sum": u.sum(0), "square": u.square().sum()}
 
     @torch.no_grad()
     def measure(self, sums: Mapping[str, Tensor]) -> None:
-        n, d = sums["images"], len(self.centre)
-        centre = sums["sum"] / n
-        variance = (sums["square"] / n - centre.square().sum()) / d
+        centre = sums["sum"] / sums["images"]
+        variance = (sums["square"] / sums["images"] - centre.square().sum()) / len(centre)
         self.centre.copy_(centre)
         self.spread.fill_(variance.clamp_min(1e-12).sqrt())
-
-    def _sized(self, z: Tensor) -> Tensor:
-        return of_equal_length(z) if self.unit_length else z
 
 
 def of_equal_length(z: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
