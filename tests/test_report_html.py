@@ -1325,6 +1325,20 @@ def test_figures_are_written_as_vector_and_picture(demo, tmp_path, monkeypatch):
     assert names == ["training", "scores", "roc", "severity", "corruptions", "corruption-severity", "tsne"]
 
 
+def test_two_data_sets_with_corruptions_give_one_picture_of_their_averages(tmp_path):
+    for data in ("cifar10", "cifar100"):
+        for method in ("fedavg", "fedrod"):
+            make_run(tmp_path / f"{data}-{method}", method, preset=data, corruptions=["fog", "snow"], samples=False)
+    figures = dict(all_figures(collect(find_runs([tmp_path])), maps=0))
+    panels = figures["corruptions-average"].axes
+    assert [panel.get_title() for panel in panels] == ["data = cifar10", "data = cifar100"]
+    scene = collect(find_runs([tmp_path])).scenes[0]
+    fedavg = scene.report.rows_of("fedavg", "accuracy", "in-c")
+    assert panels[0].patches[0].get_width() == pytest.approx(100 * np.mean([row.value for row in fedavg]))
+    one = collect([tmp_path / "cifar10-fedavg", tmp_path / "cifar10-fedrod"])
+    assert "corruptions-average" not in dict(all_figures(one, maps=0))
+
+
 def test_names_of_files_stay_short_and_apart():
     first, second = (file_name("sites = " + "a very long word, " * 30 + end) for end in ("x", "y"))
     assert first != second

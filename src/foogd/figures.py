@@ -6,6 +6,7 @@ import hashlib
 import io
 import math
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -271,7 +272,7 @@ def averages_figure(collection: Collection) -> Figure | None:
         one.bar_label(bars, fmt="%.1f", padding=2, fontsize=7.5)
         one.set_yticks(range(len(values)), [group.label for group in scene.groups])
         one.invert_yaxis()
-        one.set_title(scene.title)
+        one.set_title(textwrap.fill(scene.title, 40))
         one.set_xlabel(f"accuracy, mean over {len(kinds)} kinds of IN-C, %")
     return figure
 
