@@ -141,6 +141,8 @@ def test_a_misspelt_table_or_key_in_a_table_is_found_even_where_it_would_not_cou
         ("update_bound=auto", "auto"),
         ("update_bound=0", 0.0),
         ("update_bound=2.5", 2.5),
+        ("split_seed=auto", "auto"),
+        ("split_seed=3", 3),
     ],
 )
 def test_values_are_read_as_what_they_are(text, value):
@@ -197,6 +199,10 @@ def test_an_assignment_without_key_or_value_is_refused(text):
         ("update_bound=inf", "'auto' or a number at least 0.0"),
         ("update_bound=high", "'auto' or a number at least 0.0"),
         ("update_bound=true", "'auto' or a number at least 0.0"),
+        ("split_seed=-1", "'auto' or a whole number at least 0"),
+        ("split_seed=1.5", "'auto' or a whole number at least 0"),
+        ("split_seed=mine", "'auto' or a whole number at least 0"),
+        ("split_seed=true", "'auto' or a whole number at least 0"),
         ("data=3", "text"),
         ("out=[1]", "a list of texts"),
         ("severities=0", "a list of whole numbers at least 1 and at most 5"),
@@ -410,6 +416,9 @@ def test_a_method_that_cannot_be_made_is_refused(mine, name, word):
         ("update_bound", float("nan"), "'auto' or a number at least 0.0"),
         ("update_bound", "high", "'auto' or a number at least 0.0"),
         ("update_bound", True, "'auto' or a number at least 0.0"),
+        ("split_seed", -1, "'auto' or a whole number at least 0"),
+        ("split_seed", 1.5, "'auto' or a whole number at least 0"),
+        ("split_seed", "mine", "'auto' or a whole number at least 0"),
     ],
 )
 def test_python_refuses_what_the_command_refuses(key, value, allowed):

@@ -87,7 +87,7 @@ def given_proportions(name: str, *, clients: int, classes: int, alpha: float) ->
     lists = isinstance(rows, list) and all(isinstance(row, list) for row in rows)
     widths = [len(row) for row in rows] if lists else []
     if widths != [classes] * clients:
-        found = f"{len(rows)} of {', '.join(map(str, sorted(set(widths))))} shares" if widths else "none"
+        found = f"{len(rows)} lists of {', '.join(map(str, sorted(set(widths))))}" if widths else "no list of lists"
         raise InputError(f"{said} has {found}; {wanted}, are needed.")
     for share in (share for row in rows for share in row):
         if type(share) not in (int, float) or not 0 <= share <= 1 + _CLOSE:
