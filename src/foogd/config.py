@@ -116,7 +116,7 @@ class Config:
     min_size: int = setting(2, "smallest number of training images of a client", ge=0)
     split_seed: AutoWhole = setting("auto", "seed of who has which images; auto: that of the run", ge=0, added=True)
     proportions: str = setting(
-        "", "Dirichlet shares of clients: file.json, or authors: those of their code; empty: drawn", added=True
+        "", "given shares of a Dirichlet split; authors: those of the authors' code; empty: drawn", added=True
     )
     participation: float = setting(1.0, "share of the clients that train in a round", gt=0.0, le=1.0)
 
