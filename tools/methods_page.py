@@ -143,7 +143,7 @@ CHOICES = (
     ),
     (
         "features that it learns",
-        ""fixed feature extractor"",
+        "a fixed feature extractor",
         "of the training pass",
         "of a pass in eval mode, without gradients",
         "detection sees these",
