@@ -176,7 +176,7 @@ def eq11(score, z):
             k = torch.exp(-(a - b).square().sum() / h)
             of_a, of_b = torch.autograd.grad(k, (a, b), create_graph=True)
             trace = sum(torch.autograd.grad(of_a[d], b, retain_graph=True)[0][d] for d in range(len(a)))
-            total += float(k * (s[i] @ s[j]) + s[i] @ of_b + s[j] @ of_a + trace)
+            total += (k * (s[i] @ s[j]) + s[i] @ of_b + s[j] @ of_a + trace).item()
     return total / len(z) ** 2
 
 
@@ -260,7 +260,7 @@ def test_equation_9_is_the_norm_of_one_output_for_each_image(federation, config)
     assert seen == [len(z)]  # one output of the network for an image, and no image needs another one
     for one, value in zip(z, found, strict=True):
         s = score(score.scale(one[None]), METHOD.sigma)[0]
-        assert float(value) == pytest.approx(math.sqrt(sum(float(x) ** 2 for x in s)), rel=1e-5)
+        assert float(value) == pytest.approx(math.sqrt(sum(x**2 for x in s.tolist())), rel=1e-5)
 
 
 def test_detection_reads_the_score_at_the_methods_level_or_at_another(federation, config):
