@@ -256,10 +256,10 @@ def test_equation_9_is_the_norm_of_one_output_for_each_image(federation, config)
     nets.eval()
     z, score, seen = batch.z.detach(), nets["score"], []
     score.net.register_forward_hook(lambda net, args, out: seen.append(len(out)))
-    found = resolve_detector("score_norm")(Output(z, nets["head"](z)), METHOD.readout(nets))
+    found = resolve_detector("score_norm")(Output(z, nets["head"](z)), METHOD.readout(nets)).detach()
     assert seen == [len(z)]  # one output of the network for an image, and no image needs another one
     for one, value in zip(z, found, strict=True):
-        s = score(score.scale(one[None]), METHOD.sigma)[0]
+        s = score(score.scale(one[None]), METHOD.sigma)[0].detach()
         assert float(value) == pytest.approx(math.sqrt(sum(x**2 for x in s.tolist())), rel=1e-5)
 
 
