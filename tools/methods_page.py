@@ -70,7 +70,7 @@ Where that does not hold: with a small CNN on CIFAR-10, which gets 73 % right, t
 `score_span` 86.2, `score_energy` 85.9, `knn` 87.4 at alpha 5.0; 75.8, 83.8, 84.2 and 86.0 at 0.1, where
 `score_span_all` has 81.0; research, section 21); on PACS with ResNet-18 the score and all distances that were asked
 are behind `energy` and `dice`, with a small CNN the norm is ahead (sections 19 and 21); on features that a strong
-extra loss has shaped (profile `paper`, FedATOL) `energy` is ahead of the span; on SVHN variants of `ash` are ahead of
+extra loss has shaped (a Stein term of full weight, FedATOL) `energy` is ahead of the span; on SVHN variants of `ash` are ahead of
 `span_own` by up to 2.5 points on some models. `score_norm`, the paper's own, finds near OUT of the embedded images and
 is behind on far OUT. On the embedded images all of ours reject more
 of IN-C than `energy` does (29 to 32 % against 18), on CIFAR-10 as much as `energy`.
