@@ -66,22 +66,22 @@ WHICH = """
   that only others have they reject a third to a half at alpha 0.1, `knn` and `score_own` more; with private heads
   (FedRoD) so do `energy` and `ash`. They keep one matrix; `score_near` and `knn` keep all features of the client.
 
-Where that does not hold: with a small CNN on CIFAR-10, which gets 73 % right, the span alone is weak (`span_own` 79.7,
-`score_span` 86.2, `score_energy` 85.9, `knn` 87.4 at alpha 5.0; 75.8, 83.8, 84.2 and 86.0 at 0.1, where
+Where that does not hold: with a small CNN on CIFAR-10, which gets 73 % right, the span alone is weak (`span_own`
+79.7, `score_span` 86.2, `score_energy` 85.9, `knn` 87.4 at alpha 5.0; 75.8, 83.8, 84.2 and 86.0 at 0.1, where
 `score_span_all` has 81.0; research, section 21); on PACS with ResNet-18 the score and all distances that were asked
 are behind `energy` and `dice`, with a small CNN the norm is ahead (sections 19 and 21); on features that a strong
-extra loss has shaped (a Stein term of full weight, FedATOL) `energy` is ahead of the span; on SVHN variants of `ash` are ahead of
-`span_own` by up to 2.5 points on some models. `score_norm`, the paper's own, finds near OUT of the embedded images and
-is behind on far OUT. On the embedded images all of ours reject more
-of IN-C than `energy` does (29 to 32 % against 18), on CIFAR-10 as much as `energy`.
+extra loss has shaped (a Stein term of full weight, FedATOL) `energy` is ahead of the span; on SVHN variants of `ash`
+are ahead of `span_own` by up to 2.5 points on some models. `score_norm`, the paper's own, finds near OUT of the
+embedded images and is behind on far OUT. On the embedded images all of ours reject more of IN-C than `energy` does
+(29 to 32 % against 18), on CIFAR-10 as much as `energy`.
 """
 UNPRINTED = """
 ## What the paper does not print
 
-`+foogd` runs what is printed: Eq. 4 to 12, Algorithms 1 to 3, lambda_m 0.5, lambda_a 0.05, cross-entropy on the originals,
-a score model that knows its noise level, weighted averaging, the norm of the score as detector. Everything else had to be
-chosen. Choices about the score network were made on features that were computed once, by
-`python benchmarks/score_search.py`; [research](research.md) has what the alternatives gave. Of a choice that was made with
+`+foogd` runs what is printed: Eq. 4 to 12, Algorithms 1 to 3, lambda_m 0.5, lambda_a 0.05, cross-entropy on the
+originals, a score model that knows its noise level, weighted averaging, the norm of the score as detector. Everything
+else had to be chosen. Choices about the score network were made on features that were computed once, by `python
+benchmarks/score_search.py`; [research](research.md) has what the alternatives gave. Of a choice that was made with
 OOD sets in view only the tables of what was left out are evidence.
 """
 CHOICES = (
