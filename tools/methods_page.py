@@ -118,8 +118,11 @@ CHOICES = (
         "level that is read (Eq. 9, 11)",
         "sigma → 0",
         "all at once: the network does not know its level",
-        "0.5",
-        "at smaller levels weak features detect worse; **this does not follow the sentence on sigma → 0**",
+        "1, the spread of the features",
+        (
+            "AUROC 80.1 in the mean of three kinds of nets, 79.4 at 0.5 and 77.6 at 0.1: weak features want a large "
+            "level, good ones a small one. **This does not follow the sentence on sigma → 0**; `--set sigma=0.1` does"
+        ),
     ),
     (
         "network",
@@ -139,7 +142,10 @@ CHOICES = (
         "SGD for the task models",
         "SGD 0.01",
         "Adam 0.001, gradients clipped at 5",
-        "plain SGD diverged on levels in units of c, and hardly learns in few rounds without them",
+        (
+            "SGD 0.01 with momentum 0.9 and that clip is within 1 point in long fits; plain SGD diverged on levels in "
+            "units of c, and hardly learns in few rounds without them"
+        ),
     ),
     (
         "features that it learns",
@@ -166,8 +172,8 @@ CHOICES = (
         "unit of length of the Stein term",
         "–",
         "the network's own",
-        "units of the level: sigma²·KSD",
-        "KSD has the unit 1/length²: raw at a level of 0.1 it destroys accuracy",
+        "units of the level: sigma²·KSD, at level 1 the KSD as printed in units of the spread",
+        "KSD has the unit 1/length²: raw at a level of 0.1 it destroys accuracy (35 % for 75)",
     ),
     (
         "Fourier view",
