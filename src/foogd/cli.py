@@ -110,7 +110,7 @@ def run(
         console.print(escape(skipped_sentence(this.federation.skipped)), highlight=False)
     with progress_bar() as progress:
         train(this, progress, tracker)
-    report = Report.of(read_rows(folder)).last_round()
+    report = this.report(read_rows(folder))
     show(report)
     for sentence in (*this.leaked(), *this.left_out(), *this.unranked(report.rows)):
         say(sentence)
@@ -138,7 +138,7 @@ def evaluate(
         return
     with progress_bar() as progress:
         rows = this.evaluate(detector or (), EvaluationProgress(progress, this))
-    show(Report.of(rows))
+    show(this.report(rows))
     for sentence in this.unranked(rows, detector or ()):
         say(sentence)
     if (done := this.finished_rounds()) < this.config.rounds:
@@ -157,7 +157,7 @@ def retest_in(this: Run, out: Path | None, changed: dict[str, Any], detectors: l
     other = retest(this, out, config)
     with progress_bar() as progress:
         train(other, progress)
-    report = Report.of(read_rows(out)).last_round()
+    report = other.report(read_rows(out))
     show(report)
     for sentence in (*other.leaked(), *other.left_out(), *other.unranked(report.rows)):
         say(sentence)
@@ -207,8 +207,7 @@ def demo(
             ahead = (time.perf_counter() - began) / done * (left - done)
             progress.update(task, completed=done, left=f"about {ahead:.0f} s left")
             report_round(this, event, f"about {ahead:.0f} s left for all")
-    rows = [row for folder in runs for row in read_rows(folder)]
-    report = Report.of(rows).last_round()
+    report = Report.of(row for folder, this in runs.items() for row in this.report(read_rows(folder)).rows)
     show(report.only(SHOWN))
     text = [f"# {preset}: {len(names)} methods, {count} seed(s)", ""]
     short = report.only(SHOWN)
@@ -425,7 +424,7 @@ def cost(run: Run) -> float:
 def train(run: Run, progress: Progress, tracker: str = "") -> None:
     """Train what is left of a run, with progress and an estimate of the time left."""
     total = run.config.rounds
-    task = progress.add_task(run.config.method, total=total, completed=run.finished_rounds(), left="")
+    task = progress.add_task(run.shown_name, total=total, completed=run.finished_rounds(), left="")
     began = time.perf_counter()
     rounds = tracked(run, tracker, EvaluationProgress(progress, run))
     for number, result in enumerate(rounds, start=1):
@@ -441,7 +440,7 @@ class EvaluationProgress:
     """What an evaluation tells how far it is: a bar while it lasts, or, where the output is a file, some lines."""
 
     def __init__(self, progress: Progress, run: Run) -> None:
-        self._progress, self._about = progress, f"{run.config.method} seed {run.config.seed}"
+        self._progress, self._about = progress, f"{run.shown_name} seed {run.config.seed}"
         self._task: TaskID | None = None
         self._start, self._told = (0.0, 0), 0.0
 
@@ -465,7 +464,7 @@ class EvaluationProgress:
 def report_round(run: Run, result: RoundResult | Progressed, left: str) -> None:
     """One line a round; refused updates below it."""
     losses = ", ".join(f"{group} {value:.3f}" for group, value in result.losses.items())
-    text = f"{run.config.method} seed {run.config.seed}: round {result.round}/{run.config.rounds}, "
+    text = f"{run.shown_name} seed {run.config.seed}: round {result.round}/{run.config.rounds}, "
     console.print(f"{text}{result.seconds:.1f} s, loss {losses}; {left}", highlight=False)
     for client, reason in result.refused.items():
         console.print(f"  the update of client {client} was refused: {escape(reason)}", highlight=False)

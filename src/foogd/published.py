@@ -12,7 +12,7 @@ from typing import Any, final
 from .config import WHERE
 from .data.federation import LEFT_OUT
 from .errors import InputError
-from .methods import AnchoredFOOGD
+from .methods import OURS, AnchoredFOOGD
 
 PAPER_PRESETS = ("cifar10", "cifar100", "tinyimagenet", "pacs")
 DOMAINS = frozenset({"art_painting", "cartoon", "photo", "sketch"})  # of PACS, each left out once
@@ -104,7 +104,7 @@ def departures(settings: Mapping[str, Any]) -> list[str]:
         variant |= {"init", "lambda_a"}  # the trained net stays as it is: no Stein term moves it
     found = []
     if settings.get("profile") == "anchored":
-        found = ["anchored, not in the paper"]
+        found = [OURS]
         expected = {key: want for key, want in expected.items() if key not in AnchoredFOOGD.__dataclass_fields__}
     for key, want in expected.items():
         have = settings.get(key, want)
