@@ -134,8 +134,9 @@ def variant_class(profile: Any) -> type[ScoreWrapper]:
     """The class of a profile of FOOGD."""
     if isinstance(profile, str) and profile in PROFILES:
         return PROFILES[profile]
-    renamed = " ('fixed' is called 'anchored' now)" if profile == "fixed" else ""
-    raise InputError(f"profile = {profile!r} is not allowed: it must be one of {quoted(PROFILES)}{renamed}")
+    now = {"fixed": "is called 'anchored' now", "paper": "is gone", "released": "is gone"}
+    told = f" ({profile!r} {now[profile]})" if isinstance(profile, str) and profile in now else ""
+    raise InputError(f"profile = {profile!r} is not allowed: it must be one of {quoted(PROFILES)}{told}")
 
 
 def shown_name(settings: Mapping[str, Any], name: str = "") -> str:
