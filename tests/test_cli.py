@@ -307,12 +307,16 @@ def test_numbers_of_the_anchored_variant_bear_its_name_and_rows_the_method_s(foo
     assert rounds.startswith(f"{name} seed 0: round 1/1")
     summary = Path("a/summary.md").read_text()
     assert summary.startswith(f"# {name}, seed 0\n")
-    for text in (tables, summary, foogd("evaluate", "a")[1]):
-        lines = [line for line in text.splitlines() if "fedavg+foogd" in line and "fedavg+foogd-s0" not in line]
-        assert lines and all(name in line for line in lines)
+    lines = [line for line in summary.splitlines() if line.startswith("| fedavg")]
+    assert lines
+    assert all(line.startswith(f"| {name} |") for line in lines)
+    for text in (tables, foogd("evaluate", "a")[1]):  # on the screen what is in brackets stands in a second line
+        lines = [line.split("│")[1].strip() for line in text.splitlines() if line.startswith("│")]
+        assert len(lines) > 4
+        assert lines == [*name.replace(" (", "|(").split("|")] * (len(lines) // 2)
     assert {row.method for row in read_rows(Path("a"))} == {"fedavg+foogd"}
     code, printed, _ = foogd("evaluate", "a", "--set", "out=digits", "--out", "b")
-    assert (code, name in printed) == (0, True)
+    assert (code, "│ (anchored, not in the paper) │" in printed) == (0, True)
 
 
 def test_the_demo_s_tables_name_the_anchored_variant_and_no_other_method(foogd):
@@ -540,7 +544,8 @@ def test_settings_are_listed_by_name_those_of_methods_too(foogd):
     assert "Of +foogd" in printed
     assert "'published', 'anchored'" in printed
     of_anchored = printed.partition("Of +foogd with profile=anchored")[2]
-    assert "whiten" in of_anchored and "whiten" not in printed.removesuffix(of_anchored)
+    assert "whiten" in of_anchored
+    assert "whiten" not in printed.removesuffix(of_anchored)
 
 
 def test_defaults_are_listed_as_a_file_takes_them():

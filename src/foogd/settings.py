@@ -182,7 +182,8 @@ def profile_of(settings: Mapping[str, Any]) -> str:
     score_net = settings.get("score_net")
     if score_net not in (None, REMOVED["score_net"]):
         raise InputError(
-            f"score_net = {score_net!r} is not possible any more: runs with it are read by foogd at commit 5a65a44"
+            f"score_net = {score_net!r} is not possible any more: a run with it is read by foogd at the commit that "
+            "its environment.json names"
         )
     return PROFILE[1] if score_net is None else "anchored"
 
