@@ -39,11 +39,11 @@ from .data.sources import load_source
 from .data.store import ImageStore, sample
 from .errors import InputError
 from .evaluate import Row
-from .methods import PROFILES, shown_name
+from .methods import PROFILES, method_settings, shown_name
 from .methods.base import Method
 from .report import Cell, Report, Table
-from .runs import CONFIG, read_json, read_rows, write_atomic
-from .settings import TABLES, near, parse_toml, read_preset, read_run_settings, resolve
+from .runs import read_json, read_rows, write_atomic
+from .settings import TABLES, near, parse_toml, read_preset, resolve
 
 RUNS, DATA, TABLE, FAILURES = "runs", "data", "table.md", "failures.txt"
 _KEYS = {"title", "about", "base", "sections", "set", "grid", "variants", "tiny", "small"}
@@ -440,9 +440,8 @@ def sweep_reports(plan: Plan, out: Path, failed: Iterable[str] = ()) -> dict[str
         rows: list[Row] = []
         for point in plan.points:
             if point.section == section and point.name not in lost:
-                folder = out / RUNS / point.name
-                name = shown_name(read_run_settings(folder / CONFIG), point.label)
-                rows += Report.of(read_rows(folder)).last_round().called(name).rows
+                name = shown_name(method_settings(plan.resolved(point, out)[1]), point.label)
+                rows += Report.of(read_rows(out / RUNS / point.name)).last_round().called(name).rows
         reports[section] = Report.of(rows)
     return reports
 
