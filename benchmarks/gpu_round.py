@@ -4,10 +4,9 @@ python benchmarks/gpu_round.py                                    # the whole ta
 python benchmarks/gpu_round.py --programs graph --alphas 5.0      # one part of it
 
 Sizes of CIFAR-10 (50,000 images of 32x32, ten classes; random pixels, for time does not depend on them), ten clients,
-WideResNet-40-2 with dropout 0.3, batch 128, five local epochs. FOOGD is the `fixed` profile with the score network fed
-from the training pass. The plain loop is what most federated code does: for each client a DataLoader with workers that
-augment image by image in numpy, eager steps in float32, one client after the other. Slow programs are timed over one
-local epoch, or over some steps, and scaled to five epochs; the table says so.
+WideResNet-40-2 with dropout 0.3, batch 128, five local epochs. The plain loop is what most federated code does: for
+each client a DataLoader with workers that augment image by image in numpy, eager steps in float32, one client after the
+other. Slow programs are timed over one local epoch, or over some steps, and scaled to five epochs; the table says so.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from foogd.engine.eager import EagerEngine, local_step
 from foogd.engine.graph import GraphEngine
 from foogd.engine.rng import Streams, generator
 from foogd.methods import make_method
-from foogd.methods.base import Method
 from foogd.nets import fused
 from foogd.nets.dropout import bind_dropout
 from foogd.runs import source_commit
@@ -51,10 +49,6 @@ def federation_of(alpha: float, clients: int, images: int) -> Federation:
 def config_of(name: str, **changes: object) -> Config:
     base = {"backbone": "wrn40-2", "batch_size": BATCH, "local_epochs": EPOCHS, "lr": 0.1, "flip": True, "crop": 4}
     return Config(method=name, rounds=100, device="cuda", **{**base, **changes})  # type: ignore[arg-type]
-
-
-def method_of(name: str) -> Method:
-    return make_method(name, {"score_features": "train"} if name.endswith("+foogd") else {})
 
 
 class NumpyViews(torch.utils.data.Dataset):  # type: ignore[type-arg]
@@ -92,7 +86,7 @@ class NumpyViews(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 def time_plain(name: str, federation: Federation, most_steps: int) -> tuple[float, str]:
     """Seconds of a round, scaled from some steps of the largest client."""
-    method = method_of(name)
+    method = make_method(name)
     engine = EagerEngine(method, federation, config_of(name, precision="fp32"))
     state = initial_state(engine)
     client = max(state.clients, key=lambda one: len(one.indices))
@@ -130,7 +124,7 @@ def round_steps(federation: Federation) -> int:
 
 def time_eager(name: str, federation: Federation) -> tuple[float, str]:
     """Seconds of a round, scaled from one epoch of the client of median size."""
-    method = method_of(name)
+    method = make_method(name)
     engine = EagerEngine(method, federation, config_of(name, local_epochs=1))
     state = initial_state(engine)
     client = sorted(state.clients, key=lambda one: len(one.indices))[len(state.clients) // 2]
@@ -144,7 +138,7 @@ def time_eager(name: str, federation: Federation) -> tuple[float, str]:
 
 
 def time_graph(name: str, federation: Federation, slots: int, precision: str) -> tuple[float, str]:
-    method = method_of(name)
+    method = make_method(name)
     engine = GraphEngine(method, federation, config_of(name, precision=precision), slots=slots)
     state = initial_state(engine)
     first = run_round(engine, state, 0)  # with the captures
@@ -191,7 +185,7 @@ def main() -> None:
                     seconds, how = time_eager(name, federation)
                 else:
                     seconds, how = time_graph(name, federation, int(slots), args.precision)
-                rate = round_steps(federation) * BATCH * method_of(name).views / seconds
+                rate = round_steps(federation) * BATCH * make_method(name).views / seconds
                 memory = torch.cuda.max_memory_allocated() / 2**30
                 label = f"{program}, {slots} slots, {args.precision}, {layers} layers" if slots else program
                 steps = round_steps(federation)

@@ -17,9 +17,10 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 
-from gpu_round import config_of, federation_of, method_of
+from gpu_round import config_of, federation_of
 
 from foogd.engine.graph import Captured, GraphEngine, Slot
+from foogd.methods import make_method
 from foogd.simulate import initial_state
 
 
@@ -40,7 +41,7 @@ def main() -> None:
         sys.exit("this benchmark needs a GPU, and torch finds none here")
     federation = federation_of(5.0, 10, 50_000)
     for name in ("fedavg", "fedavg+foogd"):
-        engine = GraphEngine(method_of(name), federation, config_of(name, precision="bf16"), slots=1)
+        engine = GraphEngine(make_method(name), federation, config_of(name, precision="bf16"), slots=1)
         state = initial_state(engine)
         engine._prepare(state.server, state.clients, 0)
         [slot] = engine._slots

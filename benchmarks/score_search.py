@@ -27,6 +27,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from foogd import Config
 from foogd.engine.batches import epoch_positions
 from foogd.engine.eager import GroupOptimiser
 from foogd.engine.rng import Streams, generator, with_seed
@@ -116,12 +117,13 @@ def candidates(names: Iterable[str]) -> dict[str, ScoreWrapper]:
     for space, kind, top in itertools.product(SPACES, NETS, (1.0, 3.0)):
         base = Candidate(space=space, kind=kind, sigma_max=top, step=0.5)
         found[f"{space} {kind} {top:g}"] = base
-    base = Candidate(space="length", kind="plain", step=0.5)
+    base = Candidate(space="length", kind="skip", sigma_max=3.0, step=0.5)
     found |= {
-        "length plain 1, momentum": replace(base, optim="momentum"),
-        "length plain 1, sgd": replace(base, optim="sgd"),
-        "length plain 1, no MMD": replace(base, lambda_m=0.0),
-        "length plain 0.01-1": replace(base, sigma_min=0.01),
+        "length skip 3, rate 0.003": replace(base, score_lr=0.003),
+        "length skip 3, momentum": replace(base, optim="momentum"),
+        "length skip 3, sgd": replace(base, optim="sgd"),
+        "length skip 3, no MMD": replace(base, lambda_m=0.0),
+        "length skip 3, chain at 0.5": replace(base, chain_level=0.5),
     }
     wanted = list(names)
     return {name: found[name] for name in wanted} if wanted else found
@@ -179,7 +181,7 @@ def fit(method: ScoreWrapper, tensors: Mapping[str, Tensor], rounds: int, epochs
             sums[name] = sums[name] + value if name in sums else value
     score.measure(sums)
     total = sum(len(y) for _, y in own.values())
-    config = read_run_config_free(128)
+    config = Config(batch_size=128)
     for round in range(rounds):
         start = {name: value.clone() for name, value in score.state_dict().items()}
         mean_of = {name: torch.zeros_like(value) for name, value in start.items()}
@@ -199,13 +201,6 @@ def fit(method: ScoreWrapper, tensors: Mapping[str, Tensor], rounds: int, epochs
                 mean_of[name] += value * (len(y) / total)
         score.load_state_dict(mean_of)
     return score.eval()
-
-
-def read_run_config_free(batch_size: int) -> Any:
-    """The settings that cutting an epoch into batches needs."""
-    from foogd import Config
-
-    return Config(batch_size=batch_size)
 
 
 @torch.no_grad()
@@ -310,7 +305,7 @@ def main() -> None:
             print(tables(list(csv.DictReader(file))))
         return
     torch.set_num_threads(1)
-    found = [bank for place in options.places for bank in (sorted(place.glob("*.safetensors")) if place.is_dir() else [place])]
+    found = [one for at in options.places for one in (sorted(at.glob("*.safetensors")) if at.is_dir() else [at])]
     names = candidates(filter(None, options.choices.split(";")))
     done = set()
     if options.out.is_file():
@@ -326,7 +321,8 @@ def main() -> None:
             if fresh:
                 writer.writeheader()
             writer.writerows(rows)
-        best = max((mean(r["auroc"] for r in rows if r["level"] == level), level) for level in {r["level"] for r in rows})
+        levels = {row["level"] for row in rows}
+        best = max((mean(row["auroc"] for row in rows if row["level"] == level), level) for level in levels)
         print(f"{place.stem}, {name}, seed {seed}: {best[0]:.1f} at {best[1]}, {rows[0]['seconds']} s", flush=True)
 
 

@@ -61,19 +61,23 @@ def generate(score, count, rng):
 
 
 def fit(points, lambda_m, steps=800, seed=0):
-    """A score network that has learnt the points."""
+    """z ↦ s(z, SIGMA) of a network that has learnt the points as they are, at one noise level."""
     rng = Streams(seed, "toy", "fit")  # rng(purpose) is a generator of its own for each purpose
     net = with_seed(rng("net"), lambda: ScoreNet(2, WIDTH))
     optimiser = torch.optim.Adam(net.parameters(), lr=2e-3)
+
+    def score(z):
+        return net(z, SIGMA)
+
     for _ in range(steps):
         batch = points[torch.randint(len(points), (BATCH,), generator=rng("batch"))]
-        matching = dsm(net, batch, sigma=SIGMA, rng=rng("dsm"))
-        discrepancy = mmd(batch, generate(net, BATCH, rng))
+        matching = dsm(score, batch, sigma=SIGMA, rng=rng("dsm"))
+        discrepancy = mmd(batch, generate(score, BATCH, rng))
         optimiser.zero_grad()
         ((1 - lambda_m) * matching + lambda_m * discrepancy).backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 5.0)
         optimiser.step()
-    return net
+    return score
 
 
 @torch.no_grad()
@@ -128,10 +132,10 @@ def main():
     panels = figure.subplots(2, 4).ravel()
     print("| score | squared MMD of generated points | relative error of the score |\n| --- | ---: | ---: |")
     for axes, lambda_m in zip(panels, LAMBDAS, strict=True):
-        net = fit(data, lambda_m, asked.steps, asked.seed)
-        points, distance, error = measure(net, asked.seed)
+        score = fit(data, lambda_m, asked.steps, asked.seed)
+        points, distance, error = measure(score, asked.seed)
         print(f"| lambda_m = {lambda_m:g} | {distance:.4f} | {error:.3f} |", flush=True)
-        draw(axes, f"$\\lambda_m = {lambda_m:g}$\nMMD² {distance:.4f}", net, data, points)
+        draw(axes, f"$\\lambda_m = {lambda_m:g}$\nMMD² {distance:.4f}", score, data, points)
     _, distance, error = measure(lambda z: true_score(z, SIGMA), asked.seed)
     print(f"| true score | {distance:.4f} | {error:.3f} |")
     again = Streams(asked.seed, "toy", "floor")

@@ -22,7 +22,7 @@ def make_nets(seed: int = 0) -> nn.ModuleDict:
                 "backbone": WideResNet(1, depth=10, widen=1),
                 "head": nn.Linear(64, 5),
                 "personal_head": nn.Linear(64, 5),
-                "score": ScoreNet(64, 16, standardise=True),
+                "score": ScoreNet(64, 16),
             }
         )
 
@@ -41,7 +41,7 @@ def nobody(name: str) -> bool:
 
 def forward(nets: nn.ModuleDict, x: Tensor) -> Tensor:
     z = nets["backbone"](x)
-    return nets["head"](z) + nets["personal_head"](z) + nets["score"](nets["score"].scale(z)).sum(1, keepdim=True)
+    return nets["head"](z) + nets["personal_head"](z) + nets["score"](nets["score"].scale(z), 0.5).sum(1, keepdim=True)
 
 
 def images(n: int = 8, seed: int = 0) -> Tensor:
@@ -71,7 +71,7 @@ def test_every_value_has_exactly_one_place() -> None:
         assert torch.equal(covered, torch.ones_like(covered))
     assert layout.shared_size + layout.personal_size == sum(v.numel() for v in state.values() if v.is_floating_point())
     assert "backbone.bn.running_mean" in layout.shared_names
-    assert "score.running_var" in layout.shared_names
+    assert {"score.centre", "score.spread"} <= set(layout.shared_names)
 
 
 def test_rows_go_round_bit_by_bit() -> None:
@@ -129,10 +129,19 @@ def test_training_mode_writes_batch_statistics_into_the_row() -> None:
     nets, layout, shared, _ = bound()
     before = shared.clone()
     with torch.no_grad():
-        z = nets["backbone"](images())
-        nets["score"].observe(z)
+        nets["backbone"](images())
     changed = {n for n, v in layout.named(shared).items() if not torch.equal(v, layout.named(before)[n])}
     assert changed == {n for n in layout.shared_names if "running_" in n}
+
+
+def test_what_a_score_network_measures_is_written_into_the_row() -> None:
+    nets, layout, shared, _ = bound()
+    before = shared.clone()
+    score = nets["score"]
+    with torch.no_grad():
+        score.measure(score.moments(nets["backbone"].eval()(images()), torch.zeros(8, dtype=torch.int64)))
+    changed = {n for n, v in layout.named(shared).items() if not torch.equal(v, layout.named(before)[n])}
+    assert changed == {"score.centre", "score.spread"}
     nets.eval()
     after = shared.clone()
     forward(nets, images(seed=1))
@@ -250,21 +259,20 @@ def test_layout_works_on_meta() -> None:
 
 
 def test_pooled_second_moments_are_those_of_all_data_together() -> None:
-    score = ScoreNet(4, 8, standardise=True)
-    nets = nn.ModuleDict({"norm": nn.BatchNorm1d(4), "head": nn.Linear(4, 2), "score": score})
+    nets = nn.ModuleDict({"norm": nn.BatchNorm1d(4), "head": nn.Linear(4, 2), "other": nn.BatchNorm1d(4)})
     layout = Layout.of(nets, nobody)
     data = [10 * k + (1 + k) * torch.randn(100, 4, generator=generator(k)) for k in range(3)]
     rows = []
     for part in data:
         shared = layout.pack(nets)[0]
-        for owner in ("norm", "score"):
+        for owner in ("norm", "other"):
             layout.named(shared)[f"{owner}.running_mean"].copy_(part.mean(0))
             layout.named(shared)[f"{owner}.running_var"].copy_(part.var(0, correction=0))
         rows.append(shared)
     stacked = torch.stack(rows)
     pooled = layout.named(layout.from_second_moments(layout.to_second_moments(stacked).mean(0)))
     together = torch.cat(data)
-    for owner in ("norm", "score"):
+    for owner in ("norm", "other"):
         torch.testing.assert_close(pooled[f"{owner}.running_mean"], together.mean(0), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(pooled[f"{owner}.running_var"], together.var(0, correction=0), rtol=1e-4, atol=1e-4)
         plain = layout.named(stacked.mean(0))[f"{owner}.running_var"]

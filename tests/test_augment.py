@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from foogd.data import augment
-from foogd.data.augment import flip_crop, fourier_mix, fourier_mix_released
+from foogd.data.augment import flip_crop, fourier_mix
 from foogd.engine.rng import Streams
 from foogd.errors import InputError
 
@@ -50,20 +50,10 @@ def test_fourier_mix_of_black_images_is_finite_and_inside_the_range():
 def test_fourier_mix_runs_without_values_and_refuses_other_shapes():
     x = torch.empty(4, 3, 9, 8, device="meta")
     assert fourier_mix(x, x, torch.empty(4, device="meta")).shape == x.shape
-    assert fourier_mix_released(x, x, torch.empty(4, device="meta")).shape == x.shape
     half = images().bfloat16()
     assert fourier_mix(half, half.flip(0), 0.5).dtype == torch.bfloat16
     with pytest.raises(InputError, match="partner"):
         fourier_mix(torch.rand(2, 1, 4, 4), torch.rand(2, 3, 4, 4), 0.5)
-
-
-def test_the_released_mix_clips_at_225_and_cuts_to_grey_levels():
-    grey = torch.randint(256, (64, 3, 8, 8), generator=torch.Generator().manual_seed(0)).float() / 255
-    levels = fourier_mix_released(grey, grey.flip(0), 0.0) * 255
-    assert levels.max().round() == 225
-    assert torch.allclose(levels, levels.round(), atol=1e-4)
-    lost = ((grey * 255).clamp(max=225).round() - levels.round()).unique()
-    assert set(lost.tolist()) == {0.0, 1.0}  # cutting off, not rounding: some values lose a level
 
 
 def test_flip_crop_without_work_returns_the_batch_and_draws_nothing():

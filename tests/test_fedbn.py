@@ -122,7 +122,7 @@ def test_with_one_client_it_is_fedavg_bit_for_bit(federation, config, with_train
 def test_the_score_network_travels(federation, config):
     nets = build_nets(FOOGD(FedBN()), federation, config)
     names = {name for name in nets.state_dict() if name.startswith("score.")}
-    assert {"score.running_mean", "score.running_var", "score.net.1.weight"} <= names
+    assert {"score.centre", "score.spread", "score.net.1.weight"} <= names
     engine = EagerEngine(FOOGD(FedBN()), federation, config)
     assert names <= set(engine.layout.shared_names)
     assert set(engine.layout.personal_names) == FedBN().private_names(nets)

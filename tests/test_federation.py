@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,6 +72,41 @@ def test_a_share_of_each_class_is_held_out_by_the_seed():
     assert first.tests[0].store.content_hash() != other.tests[0].store.content_hash()
     with pytest.raises(InputError, match="test_share"):
         build(test_share=1.0)
+
+
+@pytest.mark.parametrize("partition", ["dirichlet", "pathological"])
+def test_the_seed_of_the_split_decides_alone_who_has_which_images(partition):
+    def images(federation):
+        clean = federation.tests[0]
+        held_out = [clean.store.content_hash(), federation.train.content_hash()]
+        shares = (federation.train_indices, federation.calibration_indices, clean.indices)
+        return held_out + [[own.tolist() for own in indices] for indices in shares]
+
+    def made(**seeds):
+        return build(partition=partition, calibration=0.2, **seeds)
+
+    first, again = made(seed=0, split_seed=7), made(seed=1, split_seed=7)
+    assert images(first) == images(again) == images(made(seed=7))
+    assert all(a != b for a, b in zip(images(first), images(made(seed=7, split_seed=8)), strict=True))
+    noise = [next(test for test in one.tests if test.corruption == "gaussian_noise") for one in (first, again)]
+    assert noise[0].store.content_hash() != noise[1].store.content_hash()  # a random draw, not a matter of who has it
+
+
+def test_training_and_tests_follow_the_proportions_of_a_file(tmp_path):
+    shares = [[0.25, 1, 0, 0.1, 0.5, 0.25], [0.75, 0, 1, 0.9, 0.5, 0.75]]
+    path = tmp_path / "shares.json"
+    path.write_text(json.dumps(shares))
+    given = {"clients": 2, "corruptions": (), "proportions": str(path)}
+    federation = build(**given, min_size=2)
+    expected = torch.tensor(shares, dtype=torch.float64)
+    assert torch.equal(federation.describe(), (80 * expected).long())
+    test = federation.tests[0]
+    assert torch.equal(counts(test.store.labels, test.indices, 6), (20 * expected).long())
+    with pytest.raises(InputError, match="partition 'dirichlet'; partition is 'pathological'"):
+        build(**given, partition="pathological")
+    path.write_text(json.dumps([[1] * 6, [0] * 6]))
+    with pytest.raises(InputError, match="leave a client with 0 images; min_size is 2"):
+        build(**given, min_size=2)
 
 
 def test_mean_and_std_are_of_the_training_images_only():

@@ -198,8 +198,7 @@ def test_traffic_is_the_model_and_the_gradient_of_the_head(wrapped, federation, 
     result = run_round(engine, start, 0)
     model = 4 * start.server.shared.numel() + 8 * len(start.server.integers)
     head = 4 * 5 * (128 + 1)
-    # Of the score network's anchors: images, sums and squares of each class, products of pairs of features.
-    moments = 8 * (5 * (1 + 128 + 128) + 128 * 128) if wrapped else 0
+    moments = 8 * (128 + 2) if wrapped else 0  # of the score network's space: images, their sum, their square
     assert result.bytes_up == 3 * (model + head + 4 + moments)
     assert result.bytes_down == 3 * (model + head)
 

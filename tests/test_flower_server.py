@@ -104,7 +104,7 @@ def not_finite(arrays):
 @pytest.mark.parametrize(
     ("method", "settings"),
     [
-        ("fedavg+foogd", {"eval_every": 1, "calibration": 0.1}),
+        ("fedavg+foogd", {"eval_every": 1, "calibration": 0.1, "split_seed": 3}),
         ("fedavg+foogd", {"detectors": "score_norm,span,span_own,score_span,score_span_all"}),
         ("fedrod+foogd", {"participation": 0.67, "rounds": 3}),  # a private net
         ("foster", {}),  # a private net, and one that only the server changes
@@ -113,7 +113,7 @@ def not_finite(arrays):
     ],
 )
 def test_weights_and_rows_are_those_of_the_simulator(method, settings):
-    grid = make_nodes("shards")
+    grid = make_nodes("shards", split_seed=settings.get("split_seed", "auto"))
     on_flower(grid, method=method, **settings)
     simulated(method=method, **settings)
     assert same_weights("flower", "simulated")

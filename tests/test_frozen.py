@@ -83,7 +83,7 @@ METHODS_AND_SETTINGS += [
     ("fedicon", {"tta_lr": 0.1, "test_batch": 32}),
     ("scaffold", {"eta_g": 0.5}),
     ("fedatol", {"bn": "real"}),
-    ("fedavg+foogd", {"score_features": "train", "joint_views": False}),
+    ("fedavg+foogd", {"profile": "anchored"}),
 ]
 ALONE = (*METHODS, "fedavg+foogd", "fedicon+foogd")
 

@@ -72,14 +72,17 @@ def test_graph_and_eager_agree_over_a_few_steps(name, backbone, exact):
     assert_close(found, states(EagerEngine(make_method(name), federation, config)), 1e-5)
 
 
+OTHERS = [(name, {}) for name in possible_names() if name not in AGREEING]
+
+
 @needs_gpu
-@pytest.mark.parametrize("name", [name for name in possible_names() if name not in AGREEING])
-def test_every_method_runs_as_a_graph(name, exact):
+@pytest.mark.parametrize(("name", "own"), [*OTHERS, ("fedavg+foogd", {"profile": "anchored"})])
+def test_every_method_runs_as_a_graph(name, own, exact):
     federation, config = tiny_federation(), config_of()
-    graph = GraphEngine(make_method(name), federation, config)
+    graph = GraphEngine(make_method(name, own), federation, config)
     found = states(graph)
     assert graph.fallback is None, graph.fallback
-    assert_close(found, states(EagerEngine(make_method(name), federation, config)), 1e-4)
+    assert_close(found, states(EagerEngine(make_method(name, own), federation, config)), 1e-4)
 
 
 @needs_gpu
@@ -99,7 +102,7 @@ def test_uneven_clients_partial_participation_and_kept_momentum(exact):
     indices = [own[: 20 + 13 * client] for client, own in enumerate(federation.train_indices)]
     federation = replace(federation, train_indices=tuple(indices))
     config = config_of(participation=0.5, keep_momentum=True, momentum=0.9, local_epochs=2, rounds=2)
-    method = make_method("fedrod+foogd", {"score_optimiser": "sgd"})
+    method = make_method("fedrod+foogd")
     graph = GraphEngine(method, federation, config, slots=2)
     found, wanted = states(graph), states(EagerEngine(method, federation, config))
     assert found.participants == wanted.participants
@@ -165,16 +168,18 @@ def test_without_a_gpu_the_engine_is_eager_and_a_graph_engine_falls_back():
     assert torch.equal(found.state.server.shared, wanted.state.server.shared)
 
 
-@pytest.mark.parametrize("name", possible_names())
-def test_slots_and_schedule_change_nothing(name):
+@pytest.mark.parametrize(
+    ("name", "own"), [*((name, {}) for name in possible_names()), ("fedavg+foogd", {"profile": "anchored"})]
+)
+def test_slots_and_schedule_change_nothing(name, own):
     """The graph engine's own work without graphs: what enters a slot, in which order, and what leaves it."""
     federation = tiny_federation(clients=4, per_client=40)
     indices = [own[: 10 + 9 * client] for client, own in enumerate(federation.train_indices)]
     federation = replace(federation, train_indices=tuple(indices))
     config = Config(rounds=2, batch_size=16, lr=0.05, participation=0.75, flip=True, crop=1, momentum=0.9, device="cpu")
-    wanted = states(EagerEngine(make_method(name), federation, config))
+    wanted = states(EagerEngine(make_method(name, own), federation, config))
     for slots in (1, 3):
-        found = states(GraphEngine(make_method(name), federation, config, slots=slots, rehearse=True))
+        found = states(GraphEngine(make_method(name, own), federation, config, slots=slots, rehearse=True))
         assert torch.equal(found.state.server.shared, wanted.state.server.shared)
         assert torch.equal(found.state.server.frozen, wanted.state.server.frozen)
         assert found.losses == pytest.approx(wanted.losses, rel=1e-5)

@@ -1,19 +1,23 @@
-"""FedAvg, FedRoD and FOOGD: the properties that their specifications promise."""
+"""FedAvg, FedRoD, FOOGD and what wraps a method: the properties that their specifications promise."""
 
+import inspect
 import math
-from dataclasses import dataclass, replace
-from typing import final
+from dataclasses import dataclass, fields, replace
+from typing import final, get_type_hints
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from foogd import FOOGD, Config, FedAvg, FedRoD, InputError, Method, simulate
+from foogd import FOOGD, AnchoredFOOGD, FedAvg, FedRoD, InputError, Method, simulate
 from foogd.engine.batches import BatchMaker
 from foogd.engine.eager import EagerEngine, build_nets
 from foogd.engine.rng import Streams
-from foogd.methods import PROFILES, make_method, method_fields, method_names, method_settings, profile
+from foogd.evaluate import evaluate
+from foogd.methods import METHODS, PROFILES, make_method, method_fields, method_names, method_settings
+from foogd.methods.wrapper import Wrapper
 from foogd.nets.score import ScoreNet
 from foogd.simulate import initial_state, run_round, settled
 from foogd.testing import check_method
@@ -34,10 +38,61 @@ def named(method, federation, config):
     return {**values, **state.server.integers}, [client.personal for client in state.clients]
 
 
+# A wrapper that adds nothing
+
+
+@final
+@dataclass(frozen=True)
+class Same(Wrapper):
+    """Its base, wrapped."""
+
+
+HOOKS = sorted(name for name in vars(Method) if not name.startswith("_") and name not in Method.__annotations__)
+
+
+def test_a_wrapper_has_every_hook_of_a_method_and_no_other():
+    assert {"losses", "survey", "weight", "own_first_view", "groups"} < set(HOOKS)
+    assert sorted(name for name in vars(Wrapper) if not name.startswith("_")) == HOOKS
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_wrapper_asks_its_base_the_same_question_and_gives_its_answer(name):
+    hook, base = vars(Method)[name], Mock()
+    if isinstance(hook, property):
+        assert getattr(Same(base), name) is getattr(base, name)
+        return
+    given = [object() for _ in list(inspect.signature(hook).parameters)[1:]]
+    answer = getattr(Same(base), name)(*given)
+    getattr(base, name).assert_called_once_with(*given)
+    if get_type_hints(hook)["return"] is not type(None):
+        assert answer is getattr(base, name).return_value
+
+
+@pytest.mark.parametrize("name", [*METHODS, "fedavg+aug", "fedrod+foogd"])
+def test_a_wrapper_that_adds_nothing_is_its_base_bit_for_bit(name, federation, config):
+    base = make_method(name, {"score_width": 16, "steps": 2} if name.endswith("+foogd") else {})
+    results, rows = [], []
+    for method in (base, Same(base)):
+        engine = EagerEngine(method, federation, config)
+        *_, last = simulate(method, federation, config, engine)
+        results.append(last)
+        rows.append([row.value for row in evaluate(engine, last.state, {})])
+    one, two = (result.state for result in results)
+    assert torch.equal(one.server.shared, two.server.shared)
+    assert all(torch.equal(value, two.server.extra[key]) for key, value in one.server.extra.items())
+    for mine, theirs in zip(one.clients, two.clients, strict=True):
+        assert torch.equal(mine.personal, theirs.personal)
+        assert all(torch.equal(value, theirs.memory[key]) for key, value in mine.memory.items())
+    assert results[0].losses == results[1].losses
+    assert (results[0].bytes_up, results[0].bytes_down) == (results[1].bytes_up, results[1].bytes_down)
+    assert len(rows[0]) > 3
+    assert rows[0] == rows[1]
+
+
 @pytest.mark.parametrize("base", ["fedln", "fedt3a", "fediir", "fedthe", "fedprox", "scaffold", "fedbn", "foster"])
 def test_foogd_without_its_terms_is_its_base_bit_for_bit(base, federation, config):
     plain, private = named(make_method(base), federation, config)
-    neutral = {"lambda_a": 0.0, "ce_on": "ori", "score_width": 32, "steps": 2}
+    neutral = {"lambda_a": 0.0, "score_width": 32, "steps": 2}
     wrapped, kept = named(make_method(f"{base}+foogd", neutral), federation, config)
     for name, value in plain.items():
         assert torch.equal(value, wrapped[name]), name
@@ -109,7 +164,7 @@ def _engine_and_start(method, federation, config):
 def test_without_its_terms_foogd_is_its_base_bit_for_bit(base, backbone, federation, config):
     config = replace(config, backbone=backbone)
     plain, private = named(base, federation, config)
-    wrapped, wrapped_private = named(FOOGD(base, lambda_a=0.0, ce_on="ori"), federation, config)
+    wrapped, wrapped_private = named(FOOGD(base, lambda_a=0.0), federation, config)
     for name, value in plain.items():
         assert torch.equal(value, wrapped[name]), name
     for one, two in zip(private, wrapped_private, strict=True):
@@ -122,7 +177,7 @@ def test_without_its_terms_foogd_is_its_base_bit_for_bit(base, backbone, federat
 def test_with_both_views_and_no_stein_term_foogd_is_the_augmented_base(base, federation, config):
     config = replace(config, backbone="wrn16-1", flip=True, crop=2)
     plain, _ = named(make_method(f"{base}+aug"), federation, config)
-    wrapped, _ = named(make_method(f"{base}+foogd", {"lambda_a": 0.0}), federation, config)
+    wrapped, _ = named(make_method(f"{base}+foogd", {"lambda_a": 0.0, "ce_on": "both"}), federation, config)
     for name, value in plain.items():
         assert torch.equal(value, wrapped[name]), name
 
@@ -134,9 +189,9 @@ def test_the_stein_term_changes_the_backbone(federation, config):
 
 
 def test_views_are_built_only_where_they_are_needed():
-    assert FOOGD(lambda_a=0.0, ce_on="ori").views == 1
+    assert FOOGD().views == 2
+    assert FOOGD(lambda_a=0.0).views == 1
     assert FOOGD(lambda_a=0.0, ce_on="both").views == 2
-    assert FOOGD(lambda_a=0.1, ce_on="ori").views == 2
     assert FOOGD(train_base=False).views == 1
 
 
@@ -146,28 +201,32 @@ def test_with_a_fixed_base_only_the_score_network_moves(federation, config):
     result = run_round(engine, start, 0)
     old, new = (engine.layout.named(s.server.shared) for s in (start, result.state))
     for name in old:
-        # Which classes are known is measured, and stays as it was: somebody has each of them.
-        moves = name.startswith("score.") and name != "score.anchor_known"
-        assert torch.equal(old[name], new[name]) != moves, name
+        assert torch.equal(old[name], new[name]) != name.startswith("score."), name
     assert set(result.losses) == {"score"}
     assert result.state.server.integers.keys() == start.server.integers.keys()
     for name, value in result.state.server.integers.items():
         assert torch.equal(value, start.server.integers[name]), name
 
 
+MEASURED = {
+    "published": {"centre", "spread"},
+    "anchored": {"anchor_mean", "anchor_var", "anchor_turn", "running_mean", "running_var"},
+}
+
+
+@pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("base", ["fedavg", "fediir", "fedbn"])
-def test_anchors_are_the_moments_of_all_images_at_the_model_that_is_tested(base, federation, config):
-    method = make_method(f"{base}+foogd", {"score_width": 16, "steps": 2})
+def test_the_space_of_the_score_is_that_of_all_images_at_the_model_that_is_tested(base, profile, federation, config):
+    method = make_method(f"{base}+foogd", {"profile": profile, "score_width": 16, "steps": 2})
     engine, start = _engine_and_start(method, federation, config)
     trained = run_round(engine, start, 0).state
     tested = settled(engine, trained)
-    begun = settled(engine, start)  # clients train against the anchors of the model that they were sent
+    begun = settled(engine, start)  # clients train in the space of the model that they were sent
     sent, kept = (engine.layout.named(s.server.shared) for s in (begun, trained))
-    assert torch.allclose(kept["score.anchor_mean"], sent["score.anchor_mean"], atol=1e-6)
+    names = {f"score.{name}" for name in MEASURED[profile]}
+    assert all(torch.allclose(kept[name], sent[name], atol=1e-6) for name in names)
     old, new = (engine.layout.named(s.server.shared) for s in (trained, tested))
-    moved = {name for name in old if not torch.equal(old[name], new[name])}
-    measured = {"anchor_mean", "anchor_var", "anchor_turn", "running_mean", "running_var"}
-    assert moved == {f"score.{name}" for name in measured}
+    assert {name for name in old if not torch.equal(old[name], new[name])} == names
     assert all(torch.equal(tested.server.extra[name], value) for name, value in trained.server.extra.items())
     if base == "fedbn":  # the clients' own normalisation has a part in the features
         return
@@ -175,25 +234,23 @@ def test_anchors_are_the_moments_of_all_images_at_the_model_that_is_tested(base,
     again = method.score_network(nets["backbone"].feature_width, federation.num_classes)
     everyone = engine.batches.plain(torch.cat([client.indices for client in tested.clients]))
     with torch.no_grad():
-        again.anchor(again.moments(nets["backbone"](everyone.x), everyone.y))
-    for name in measured:
+        again.measure(again.moments(nets["backbone"](everyone.x), everyone.y))
+    for name in MEASURED[profile]:
         assert torch.allclose(new[f"score.{name}"], getattr(again, name), rtol=1e-3, atol=1e-4), name
 
 
-def test_the_stein_term_stays_bounded_far_from_the_training_features(federation, config):
+def test_the_anchored_stein_term_stays_bounded_far_from_the_training_features():
     """The gradient that once made WideResNets diverge in round 1: features that no anchor knows."""
     sizes = {}
-    for logarithm in (True, False):
-        method = FOOGD(ksd_log=logarithm, log_share=0.0, standardise=False)
+    for method in (AnchoredFOOGD(), FOOGD()):
         score = method.score_network(6, 3)
         z = torch.randn(32, 6, generator=torch.Generator().manual_seed(0))
         for far in (10.0, 1000.0):
-            z_hat = (far * z).requires_grad_()
-            batch = Batch(z, torch.zeros(32, dtype=torch.int64), z=z, z_hat=z_hat)
-            (slope,) = torch.autograd.grad(method.stein(score, batch), z_hat)
-            sizes[logarithm, far] = float(slope.norm())
-    assert sizes[True, 1000.0] < sizes[True, 10.0] < 1.0
-    assert sizes[False, 1000.0] > sizes[False, 10.0]
+            u_hat = (far * z).requires_grad_()
+            (slope,) = torch.autograd.grad(method.stein(score, u_hat), u_hat)
+            sizes[type(method), far] = float(slope.norm())
+    assert sizes[AnchoredFOOGD, 1000.0] < sizes[AnchoredFOOGD, 10.0] < 1.0
+    assert sizes[FOOGD, 1000.0] > sizes[FOOGD, 10.0]
 
 
 @final
@@ -223,9 +280,9 @@ def _detached(net):
 def test_foogd_wraps_a_base_with_phases_and_other_groups(federation, config):
     check_method(FOOGD(TwoPhases(), score_width=64, steps=3))
     plain, _ = named(TwoPhases(), federation, config)
-    wrapped, _ = named(FOOGD(TwoPhases(), lambda_a=0.0, ce_on="ori"), federation, config)
+    wrapped, _ = named(FOOGD(TwoPhases(), lambda_a=0.0), federation, config)
     assert all(torch.equal(value, wrapped[name]) for name, value in plain.items())
-    moved, _ = named(FOOGD(TwoPhases(), ce_on="ori"), federation, config)
+    moved, _ = named(FOOGD(TwoPhases()), federation, config)
     assert not torch.equal(plain["backbone.stages.0.0.weight"], moved["backbone.stages.0.0.weight"])
 
 
@@ -249,46 +306,12 @@ def made(method, federation, config, batch_size=24):
     return nets, batch, ctx
 
 
-@pytest.mark.parametrize("pairs", ["aug", "cross"])
-def test_the_stein_term_has_no_gradient_for_the_score_network(pairs, federation, config):
-    method = FOOGD(ksd_pairs=pairs)
-    nets, batch, _ = made(method, federation, config)
-    term = method.stein(nets["score"], batch)
-    reached = torch.autograd.grad(term, list(nets["score"].parameters()), allow_unused=True, retain_graph=True)
-    assert all(gradient is None for gradient in reached)
-    assert torch.autograd.grad(term, batch.z_hat)[0].abs().sum() > 0
-
-
 def test_the_score_loss_has_no_gradient_for_the_backbone(federation, config):
     method = FOOGD()
     nets, batch, ctx = made(method, federation, config)
     loss = method.losses(nets, batch, ctx)["score"]
     reached = torch.autograd.grad(loss, list(nets["backbone"].parameters()), allow_unused=True)
     assert all(gradient is None for gradient in reached)
-
-
-@pytest.mark.parametrize(("lambda_m", "drawn"), [(0.0, {"dsm"}), (1.0, {"langevin"}), (0.5, {"dsm", "langevin"})])
-def test_terms_of_weight_zero_are_left_out(lambda_m, drawn, federation, config):
-    method = FOOGD(lambda_m=lambda_m)
-    nets, batch, ctx = made(method, federation, config)
-    asked = set()
-
-    def rng(purpose):
-        asked.add(purpose)
-        return ctx.rng(purpose)
-
-    loss = method.sm3d(nets["score"], nets["score"].scale(batch.z.detach()), batch.y, replace(ctx, rng=rng))
-    assert asked == drawn
-    assert torch.isfinite(loss)
-
-
-def test_the_score_loss_mixes_its_two_terms(federation, config):
-    def loss(lambda_m):
-        method = FOOGD(lambda_m=lambda_m)
-        nets, batch, ctx = made(method, federation, config)
-        return float(method.sm3d(nets["score"], nets["score"].scale(batch.z.detach()), batch.y, ctx).detach())
-
-    assert loss(0.3) == pytest.approx(0.7 * loss(0.0) + 0.3 * loss(1.0), rel=1e-5)
 
 
 def test_score_features_come_from_an_eval_pass_that_leaves_no_trace(federation, config):
@@ -305,83 +328,81 @@ def test_score_features_come_from_an_eval_pass_that_leaves_no_trace(federation, 
     assert torch.equal(z, nets["backbone"].eval()(batch.x))
 
 
-def test_sm3d_learns_the_score_of_a_gaussian():
-    """Features N(0, I): after training, s(u, sigma) is near -u/(1+sigma²) at every level it was trained on."""
-    method = FOOGD(lambda_m=0.0, standardise=False, sigma_min=0.3)
+def test_score_matching_learns_the_score_of_a_gaussian_that_is_not_the_one_it_starts_from():
+    """Features N(0, diag(v)): after training s(u, sigma) is near -u/(v + sigma²) at every level of the ladder."""
+    method = FOOGD(lambda_m=0.0, sigma_min=0.3, sigma_max=1.0)
     torch.manual_seed(0)
-    score = ScoreNet(2, 64, conditioned=True)
+    score, v = ScoreNet(2, 64), torch.tensor([0.25, 1.75])
     optimiser = torch.optim.Adam(score.parameters(), lr=2e-3)
     rng = Streams(0)
-    for _ in range(1500):
-        u = torch.randn(256, 2, generator=rng("data"))
-        loss = method.denoising(score, u, rng)
+    u = v.sqrt() * torch.randn(500, 2, generator=rng("test"))
+
+    def error(sigma):
+        wanted = -u / (v + sigma**2)
+        return float((score(u, sigma) - wanted).detach().norm(dim=1).mean() / wanted.norm(dim=1).mean())
+
+    before = {sigma: error(sigma) for sigma in (0.3, 0.5, 1.0)}
+    for _ in range(1000):
+        loss = method.denoising(score, v.sqrt() * torch.randn(256, 2, generator=rng("data")), rng)
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-    u = torch.randn(500, 2, generator=rng("test"))
-    for sigma in (0.5, 1.0):
-        wanted = -u / (1 + sigma**2)
-        error = (score(u, sigma) - wanted).norm(dim=1).mean() / wanted.norm(dim=1).mean()
-        assert error < 0.2, (sigma, float(error))
+    for sigma, start in before.items():
+        assert error(sigma) < min(0.2, start / 2), sigma
 
 
 def test_the_stein_weight_makes_lambda_a_independent_of_the_scale_of_features():
     """Features and sigma times c, an exact score: sigma²·KSD stays the same."""
-    generator = torch.Generator().manual_seed(0)
-    z = torch.randn(40, 5, generator=generator) + 1.0
+    z = torch.randn(40, 5, generator=torch.Generator().manual_seed(0)) + 1.0
 
     class Exact(nn.Module):
         def __init__(self, scale):
             super().__init__()
-            self.scale_ = scale
+            self.size = scale
 
-        def forward(self, u, sigma=None):
-            return -u / self.scale_**2
-
-        def scale(self, u):
-            return u
+        def forward(self, u, sigma):
+            return -u / self.size**2
 
     def term(scale):
-        batch = Batch(z, torch.zeros(40, dtype=torch.int64), z=z * scale, z_hat=z * scale)
-        return float(FOOGD(sigma=0.1 * scale).stein(Exact(scale), batch))
+        return float(FOOGD(sigma=0.1 * scale).stein(Exact(scale), z * scale))
 
     assert term(1.0) == pytest.approx(term(7.0), rel=1e-4)
 
 
-def test_detection_reads_the_score_at_the_chosen_level(federation, config):
-    method = FOOGD(sigma=0.2)
-    nets, batch, _ = made(method, federation, config)
-    nets.eval()
-    readout, z = method.readout(nets), batch.z.detach()
-    assert torch.equal(readout.score(z), nets["score"](nets["score"].scale(z), 0.2))
-    assert torch.equal(readout.score(z, 0.5), nets["score"](nets["score"].scale(z), 0.5))
-    nets["score"].running_mean.add_(0.5)  # a space that has measured something
-    for told in (readout, method.generic_readout(nets)):
-        assert torch.equal(told.score_space(z), nets["score"].scale(z))
-    assert not torch.equal(readout.score_space(z), nets["score"].compressed(z))
+CHANGES = {
+    "lambda_m": 0.3, "lambda_a": 0.5, "ce_on": ("ori", "both"), "train_base": False, "score_width": 32, "sigma": 0.31,
+    "sigma_min": 0.05, "sigma_max": 5.0, "sigma_levels": 1, "step": 0.02, "steps": 3, "score_lr": 0.01,
+    "score_clip": 0.01, "log_share": 0.0, "whiten": 0.0,
+}  # fmt: skip
 
 
-def test_the_released_view_is_clipped_and_truncated(federation, config):
-    own = FOOGD(**{key: value for key, value in PROFILES["released"].items() if key in FOOGD.__dataclass_fields__})
-    x = federation.train.batch(federation.train_indices[0][:8])
-    view = own.view(x, x.flip(0), Streams(0))
-    assert float(view.max()) <= 225 / 255 + 1e-6
-    assert torch.allclose(view * 255, (view * 255).round(), atol=1e-3)
-    assert float(FOOGD().view(x, x.flip(0), Streams(0)).max()) > 225 / 255
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [{"joint_views": False}, {"score_features": "train"}, {"dsm_target": "noise"}, {"ksd_pairs": "cross"},
-     {"mmd_kernels": 1}, {"sigma_levels": 1}, {"conditioned": False}, {"standardise": False}, {"anneal_power": 0.0},
-     {"score_optimiser": "sgd"}, {"ksd_power": 0.0}, {"view_clip": 225}, {"steps": 3}, {"step": 0.02}],
-    ids=str,
-)  # fmt: skip
-def test_every_setting_has_an_effect(setting, federation, config):
+@pytest.mark.parametrize("cls", [FOOGD, AnchoredFOOGD])
+def test_every_setting_has_an_effect_on_training(cls, federation, config):
     config = replace(config, rounds=1)
-    usual, _ = named(make_method("fedavg+foogd"), federation, config)
-    other, _ = named(make_method("fedavg+foogd", setting), federation, config)
-    assert usual.keys() != other.keys() or any(not torch.equal(usual[name], other[name]) for name in usual)
+    usual, _ = named(cls(), federation, config)
+    at_tests = {"base", "draws", "trust"}
+    for item in fields(cls):
+        if item.name in at_tests:
+            continue
+        value = CHANGES[item.name]
+        value = next(one for one in value if one != item.default) if isinstance(value, tuple) else value
+        other, _ = named(cls(**{item.name: value}), federation, config)
+        same = usual.keys() == other.keys() and all(torch.equal(usual[name], other[name]) for name in usual)
+        assert not same, item.name
+
+
+@pytest.mark.parametrize("setting", [{"draws": 0}, {"trust": 0.0}])
+def test_what_the_anchored_variant_sets_for_tests_changes_detection_alone(setting, federation, config):
+    trained, scores = [], []
+    for method in (AnchoredFOOGD(score_width=16), AnchoredFOOGD(score_width=16, **setting)):
+        engine = EagerEngine(method, federation, replace(config, rounds=1))
+        *_, last = simulate(method, federation, engine.config, engine)
+        trained.append(last.state.server.shared)
+        nets = engine.server_nets().load(last.state.server).eval()
+        z = torch.rand(20, nets["head"].in_features, generator=torch.Generator().manual_seed(0))
+        scores.append(method.readout(nets).score(z))
+    assert torch.equal(*trained)
+    assert not torch.equal(*scores)
 
 
 # Names and settings
@@ -412,18 +433,17 @@ def test_settings_rebuild_the_method(name):
     assert make_method(name, {key: value for key, value in method_settings(method).items() if key in known}) == method
 
 
-@pytest.mark.parametrize("name", PROFILES)
-def test_a_profile_can_be_used_from_python(name):
-    of_method, of_run = profile(name)
-    method, config = FOOGD(FedRoD(), **of_method), Config(**of_run)
-    assert all(getattr(method, key) == value for key, value in of_method.items())
-    assert all(getattr(config, key) == value for key, value in of_run.items())
-
-
-def test_profiles_name_settings_that_exist():
-    for values in PROFILES.values():
-        for key in values:
-            assert key in FOOGD.__dataclass_fields__ or key in Config.__dataclass_fields__, key
+def test_a_profile_is_a_class_of_its_own():
+    for profile, cls in {"published": FOOGD, "anchored": AnchoredFOOGD}.items():
+        assert PROFILES[profile] is cls
+        assert make_method("fedrod+foogd", {"profile": profile, "lambda_m": 0.1}) == cls(FedRoD(), lambda_m=0.1)
+        assert method_settings(cls(FedRoD()))["profile"] == profile
+    assert make_method("fedrod+foogd") == FOOGD(FedRoD())
+    assert method_fields("fedrod+foogd", "anchored").keys() - method_fields("fedrod+foogd").keys() == {
+        "log_share", "whiten", "draws", "trust"
+    }  # fmt: skip
+    with pytest.raises(InputError, match="no setting 'trust'"):
+        make_method("fedrod+foogd", {"trust": 0.5})
 
 
 def test_foogd_wraps_a_method_that_it_does_not_know(federation, config):
@@ -436,5 +456,5 @@ def test_foogd_wraps_a_method_that_it_does_not_know(federation, config):
             return {"model": cross_entropy(nets["head"](batch.z), batch.y, label_smoothing=self.smoothing)}
 
     plain, _ = named(Smooth(), federation, config)
-    wrapped, _ = named(FOOGD(Smooth(), lambda_a=0.0, ce_on="ori"), federation, config)
+    wrapped, _ = named(FOOGD(Smooth(), lambda_a=0.0), federation, config)
     assert all(torch.equal(value, wrapped[name]) for name, value in plain.items())

@@ -14,9 +14,9 @@ from foogd.errors import InputError
 from foogd.nets import (
     BACKBONES,
     AnchoredScore,
-    MeasuredScore,
     ResNet18,
     ScoreNet,
+    ScoreNetwork,
     SmallCNN,
     WideResNet,
     frozen,
@@ -54,12 +54,12 @@ def test_resnet_has_the_published_size(classes: int, expected: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "hidden", "expected"), [(128, 1024, 265_344), (128, 512, 132_736), (512, 1024, 1_052_160)]
+    ("width", "hidden", "released"), [(128, 1024, 265_344), (128, 512, 132_736), (512, 1024, 1_052_160)]
 )
-def test_score_net_has_the_released_size(width: int, hidden: int, expected: int) -> None:
-    assert parameters(ScoreNet(width, hidden)) == expected
-    assert parameters(ScoreNet(width, hidden, conditioned=True)) == expected + hidden
-    assert buffers(ScoreNet(width, hidden, standardise=True)) == 2 * width
+def test_score_net_has_the_released_size_and_one_input_more(width: int, hidden: int, released: int) -> None:
+    score = ScoreNet(width, hidden)
+    assert parameters(score) == released + hidden
+    assert buffers(score) == width + 1
 
 
 def test_wrn_start_weights_have_the_stated_scale() -> None:
@@ -93,9 +93,9 @@ def test_backbones_run_forward_and_backward_on_meta(name: str) -> None:
 
 def test_score_net_runs_on_meta() -> None:
     with torch.device("meta"):
-        score = ScoreNet(8, 16, conditioned=True, standardise=True)
+        score = ScoreNet(8, 16)
         z = torch.empty(4, 8)
-        score.observe(z)
+        score.measure(score.moments(z, torch.empty(4, dtype=torch.int64)))
         for sigma in (0.1, torch.empty(4)):
             assert score(score.scale(z), sigma).shape == (4, 8)
             assert frozen(score)(score.scale(z), sigma).is_meta
@@ -244,76 +244,86 @@ def test_layers_with_randomness_out_of_reach_are_refused(layer: nn.Module) -> No
 # --- the score network -----------------------------------------------------------------------------------------------
 
 
-def test_conditioned_score_is_the_network_over_sigma() -> None:
-    score, z = ScoreNet(6, 32, conditioned=True), torch.randn(5, 6, generator=generator(0))
-    sigma = torch.tensor([0.01, 0.1, 0.5, 1.0, 3.0])
-    raw = score.net(torch.cat([z, sigma.log()[:, None]], 1))
-    torch.testing.assert_close(score(z, sigma) * sigma[:, None], raw)
-    one_by_one = torch.cat([score(z[i : i + 1], float(sigma[i])) for i in range(5)])
-    torch.testing.assert_close(score(z, sigma), one_by_one)
-    torch.testing.assert_close(score(z, torch.tensor(0.1)), score(z, 0.1))
-    assert not torch.allclose(score.net(torch.cat([z, 0 * z[:, :1]], 1)), raw)
+def moved(score: ScoreNet) -> ScoreNet:
+    """The network with a last layer that says something, and a space that is not where it started."""
+    with torch.no_grad():
+        for value in score.net[3].parameters():
+            value.normal_(generator=generator(11))
+        score.centre.normal_(generator=generator(12))
+        score.spread.fill_(0.7)
+    return score
 
 
-def test_only_a_conditioned_score_needs_sigma() -> None:
-    z = torch.randn(5, 6)
-    with pytest.raises(ValueError, match="sigma"):
-        ScoreNet(6, 32, conditioned=True)(z)
-    plain = ScoreNet(6, 32)
-    assert torch.equal(plain(z), plain(z, 0.3))
+@pytest.mark.parametrize("sigma", [0.05, 1.0, 4.0])
+def test_before_it_has_learnt_the_score_is_that_of_one_gaussian_in_its_space(sigma: float) -> None:
+    score, z = ScoreNet(6, 32), 5 * torch.randn(9, 6, generator=generator(0))
+    score.measure(score.moments(z, torch.zeros(9, dtype=torch.int64)))
+    u = score.scale(z).requires_grad_()
+    blurred = torch.distributions.MultivariateNormal(torch.zeros(6), (1 + sigma**2) * torch.eye(6))
+    (wanted,) = torch.autograd.grad(blurred.log_prob(u).sum(), u)
+    for level in (sigma, torch.full((9,), sigma)):
+        torch.testing.assert_close(score(u, level), wanted, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(moved(score)(u, sigma), wanted, atol=1e-2)
 
 
-def test_standardised_features_map_back() -> None:
-    score, z = ScoreNet(6, 32, standardise=True), torch.randn(5, 6)
-    score.running_mean.copy_(torch.randn(6))
-    score.running_var.copy_(torch.rand(6) + 0.5)
-    torch.testing.assert_close(score.scale(z) * score.running_var.sqrt() + score.running_mean, z)
+def test_the_network_says_what_the_gaussian_lacks() -> None:
+    score, u = moved(ScoreNet(6, 32)), torch.randn(5, 6, generator=generator(0))
+    for sigma in (0.1, 2.0):
+        size = 1 + sigma**2
+        raw = score.net(torch.cat([u / size**0.5, torch.full((5, 1), sigma).log()], 1))
+        torch.testing.assert_close(score(u, sigma), -u / size + raw / (sigma * size**0.5))
 
 
-def test_dead_features_do_not_blow_up() -> None:
-    score = ScoreNet(4, 32, standardise=True)
-    score.running_var.copy_(torch.tensor([1.0, 1.0, 2.0, 0.0]))
-    u = score.scale(torch.ones(2, 4))
-    torch.testing.assert_close(u[:, 3], torch.full((2,), 10.0))
-    score.running_var.zero_()
-    assert score.scale(torch.zeros(2, 4)).isfinite().all()
+def test_levels_of_a_batch_are_answered_as_one_by_one() -> None:
+    score, u = moved(ScoreNet(6, 32)), torch.randn(5, 6, generator=generator(0))
+    levels = torch.tensor([0.01, 0.1, 0.5, 1.0, 3.0])
+    one_by_one = torch.cat([score(u[i : i + 1], float(levels[i])) for i in range(5)])
+    torch.testing.assert_close(score(u, levels), one_by_one, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(score(u, torch.tensor(0.1)), score(u, 0.1))
+    assert not torch.allclose(score(u, 0.1), score(u, 0.5), atol=1e-2)
 
 
-def test_observe_converges_to_the_mean_and_variance_of_the_data() -> None:
-    score, stream = ScoreNet(3, 8, standardise=True), generator(0)
-    mean, std = torch.tensor([3.0, 0.0, -2.0]), torch.tensor([0.5, 2.0, 1.0])
-    for _ in range(150):
-        score.observe(mean + std * torch.randn(2048, 3, generator=stream))
-    torch.testing.assert_close(score.running_mean, mean, atol=0.05, rtol=0)
-    torch.testing.assert_close(score.running_var, std**2, atol=0, rtol=0.05)
-    u = score.scale(mean + std * torch.randn(4096, 3, generator=stream))
-    torch.testing.assert_close(u.std(0), torch.ones(3), atol=0.07, rtol=0)
+def test_the_space_has_mean_0_and_mean_variance_1_however_images_are_divided() -> None:
+    score, draw = ScoreNet(6, 32), generator(5)
+    z = (2 * torch.randn(400, 6, generator=draw)).exp() * torch.tensor([3.0, 1.0, 1.0, 0.1, 0.0, 1.0])
+    before = score.scale(z)
+    torch.testing.assert_close(before.norm(dim=1), torch.full((400,), 6**0.5))  # not measured yet: of equal length
+    score.measure(divided(score, z, torch.zeros(400, dtype=torch.int64)))
+    u = score.scale(z).double()
+    torch.testing.assert_close(u.mean(0), torch.zeros(6).double(), rtol=0, atol=1e-5)
+    assert float(u.var(0, correction=0).mean()) == pytest.approx(1.0, abs=1e-5)
+    torch.testing.assert_close(u.float() * score.spread + score.centre, before)  # one unit for all dimensions
 
 
-def test_observe_waits_for_train_mode_and_takes_no_gradient() -> None:
-    score, z = ScoreNet(3, 8, standardise=True), torch.randn(64, 3, requires_grad=True)
-    score.eval().observe(z)
-    assert torch.equal(score.running_mean, torch.zeros(3))
-    score.train().observe(z)
-    assert not torch.equal(score.running_mean, torch.zeros(3))
-    assert not score.running_mean.requires_grad
-    assert not score.running_var.requires_grad
-    plain = ScoreNet(3, 8)
-    plain.observe(z)
-    assert plain.scale(z) is z
+def test_the_length_of_an_images_features_changes_no_score() -> None:
+    score, z = moved(ScoreNet(6, 32)), torch.randn(5, 6, generator=generator(0))
+    factors = torch.tensor([1e-3, 0.5, 3.0, 70.0, 1e4])[:, None]
+    torch.testing.assert_close(score(score.scale(factors * z), 0.5), score(score.scale(z), 0.5), rtol=1e-4, atol=1e-4)
+    turned = score.scale(z.flip(1))
+    assert not torch.allclose(score(turned, 0.5), score(score.scale(z), 0.5), atol=0.1)
 
 
-def test_observing_between_forward_and_backward_is_allowed() -> None:
-    score, z = ScoreNet(3, 8, standardise=True), torch.randn(64, 3, requires_grad=True)
-    out = score(score.scale(z)).square().sum()
-    score.observe(z)
-    out.backward()
-    assert z.grad is not None
+@pytest.mark.parametrize("z", [torch.zeros(4, 6), torch.ones(4, 6), torch.eye(6)[:1]], ids=["0", "equal", "one"])
+def test_features_without_any_spread_leave_everything_finite(z: Tensor) -> None:
+    score, z = moved(ScoreNet(6, 32)), z.requires_grad_()
+    score.measure(score.moments(z, torch.zeros(len(z), dtype=torch.int64)))
+    out = score(score.scale(z), 0.5)
+    (slope,) = torch.autograd.grad(out.sum(), z)
+    assert all(torch.isfinite(value).all() for value in (*score.state_dict().values(), out, slope))
 
 
-@pytest.mark.parametrize("conditioned", [False, True])
-def test_frozen_gives_the_input_gradient_and_spares_the_parameters(conditioned: bool) -> None:
-    score, sigma = ScoreNet(6, 32, conditioned, standardise=True), 0.2
+def test_measuring_takes_no_gradient() -> None:
+    score, z = ScoreNet(3, 8), torch.randn(64, 3, requires_grad=True)
+    sums = score.moments(z, torch.zeros(64, dtype=torch.int64))
+    score.measure(sums)
+    assert not any(value.requires_grad for value in (*sums.values(), score.centre, score.spread))
+
+
+@pytest.mark.parametrize("score", [ScoreNet(6, 32), AnchoredScore(6, 3, 32)], ids=["published", "anchored"])
+def test_frozen_gives_the_input_gradient_and_spares_the_parameters(score: ScoreNetwork) -> None:
+    with torch.no_grad():
+        score.net[3].weight.normal_(generator=generator(1))
+    sigma = 0.2
     z = torch.randn(5, 6, generator=generator(0)).requires_grad_()
     (live,) = torch.autograd.grad(score(score.scale(z), sigma).square().sum(), z)
     out = frozen(score)(score.scale(z), sigma)
@@ -431,8 +441,8 @@ def test_a_tuple_of_features_is_refused() -> None:
 # The score that is anchored at one Gaussian a class
 
 
-def anchored(classes: int = 4, width: int = 6, standardise: bool = False) -> AnchoredScore:
-    score = AnchoredScore(width, classes, 16, standardise=standardise)
+def anchored(classes: int = 4, width: int = 6) -> AnchoredScore:
+    score = AnchoredScore(width, classes, 16)
     with torch.no_grad():
         score.anchor_mean.copy_(2 * torch.randn(classes, width, generator=generator(1)))
         score.anchor_var.copy_((0.5 * torch.randn(classes, width, generator=generator(2))).exp())
@@ -473,22 +483,20 @@ def test_the_score_given_a_class_is_that_of_its_gaussian() -> None:
         assert torch.allclose(score.given(u, sigma, y)[row], wanted, atol=1e-5)
 
 
-def divided(score: MeasuredScore, z: Tensor, y: Tensor) -> dict[str, Tensor]:
+def divided(score: ScoreNetwork, z: Tensor, y: Tensor) -> dict[str, Tensor]:
     """The sums of all features, as three clients with few and many images would send them."""
     parts = [score.moments(z[some], y[some]) for some in torch.arange(len(z)).split([130, 1, len(z) - 131])]
     return {name: sum(part[name] for part in parts) for name in parts[0]}
 
 
-@pytest.mark.parametrize("standardise", [False, True])
-def test_anchors_are_the_moments_of_the_classes_however_images_are_divided(standardise: bool) -> None:
+def test_anchors_are_the_moments_of_the_classes_however_images_are_divided() -> None:
     draw = generator(5)
     z, y = (2 * torch.randn(400, 6, generator=draw)).exp(), torch.randint(3, (400,), generator=draw)
-    score = AnchoredScore(6, 4, 16, standardise=standardise, log_share=0.1)
-    score.anchor(divided(score, z, y))
+    score = AnchoredScore(6, 4, 16, log_share=0.1)
+    score.measure(divided(score, z, y))
     u = score.scale(z).double()
-    if standardise:
-        assert torch.allclose(u.mean(0), torch.zeros(6).double(), atol=1e-4)
-        assert torch.allclose(u.var(0, correction=0), torch.ones(6).double(), atol=1e-3)
+    assert torch.allclose(u.mean(0), torch.zeros(6).double(), atol=1e-4)
+    assert torch.allclose(u.var(0, correction=0), torch.ones(6).double(), atol=1e-3)
     within = torch.stack([u[y == c].var(0, correction=0) * (y == c).sum() for c in range(3)]).sum(0) / 400
     for c in range(3):
         n = int((y == c).sum())
@@ -498,16 +506,15 @@ def test_anchors_are_the_moments_of_the_classes_however_images_are_divided(stand
     assert score.anchor_known.tolist() == [1, 1, 1, 0]
 
 
-@pytest.mark.parametrize("standardise", [False, True])
 @pytest.mark.parametrize("whiten", [0.3, 1.0, 1e3])
-def test_whitening_shortens_the_directions_in_which_classes_spread(standardise: bool, whiten: float) -> None:
+def test_whitening_shortens_the_directions_in_which_classes_spread(whiten: float) -> None:
     draw = generator(5)
     y = torch.randint(3, (4000,), generator=draw)
     mixing = torch.randn(6, 6, generator=draw)
     z = 5 * torch.randn(4, 6, generator=draw)[y] + torch.randn(4000, 6, generator=draw) @ mixing
-    plain, score = (AnchoredScore(6, 4, 16, standardise=standardise, whiten=w) for w in (0.0, whiten))
+    plain, score = (AnchoredScore(6, 4, 16, whiten=w) for w in (0.0, whiten))
     for one in (plain, score):
-        one.anchor(divided(one, z, y))
+        one.measure(divided(one, z, y))
     u, v = plain.scale(z).double(), score.scale(z).double()
 
     def covariance(x: Tensor) -> Tensor:
@@ -531,18 +538,18 @@ def test_a_class_that_spreads_twice_as_far_does_so_in_the_whitened_space() -> No
     y = torch.randint(2, (20_000,), generator=draw)
     z = torch.randn(20_000, 5, generator=draw) @ torch.randn(5, 5, generator=draw) * (1 + y[:, None])
     score = AnchoredScore(5, 2, 16, whiten=1.0)
-    score.anchor(divided(score, z, y))
+    score.measure(divided(score, z, y))
     u = score.scale(z)
     wanted = torch.stack([u[y == c].var(0, correction=0) for c in range(2)])
     assert torch.allclose(score.anchor_var, wanted, rtol=0.05)
 
 
 def test_few_or_equal_images_leave_a_whitened_space_finite() -> None:
-    score = AnchoredScore(5, 3, 16, standardise=True, whiten=1.0)
+    score = AnchoredScore(5, 3, 16, whiten=1.0)
     z = torch.randn(2, 5, generator=generator(7))
     z[:, 1] = 3.0
     for some in (z[:1], z, z[[0, 0, 0]]):
-        score.anchor(score.moments(some, torch.zeros(len(some), dtype=torch.int64)))
+        score.measure(score.moments(some, torch.zeros(len(some), dtype=torch.int64)))
         assert all(torch.isfinite(value).all() for value in score.state_dict().values())
         assert torch.isfinite(score(score.scale(z), 0.3)).all()
 
@@ -574,20 +581,34 @@ def test_far_from_all_classes_the_anchored_score_grows_and_points_back() -> None
 
 def test_what_was_learnt_is_averaged_over_noise_on_both_sides() -> None:
     torch.manual_seed(0)
-    score, u = ScoreNet(6, 16, conditioned=True), torch.randn(5, 6, generator=generator(8))
+    score, u = AnchoredScore(6, 1, 16), torch.randn(5, 6, generator=generator(8))
+    score.net = nn.Sequential(nn.Linear(7, 16), nn.LayerNorm(16), nn.ELU(), nn.Linear(16, 6))  # that has learnt
+    gaussian = -u / (1 + 0.5**2)
+
+    def learnt(v: Tensor) -> Tensor:
+        return score(v, 0.5) + v / (1 + 0.5**2)
+
     assert torch.equal(score.steadied(u, 0.5, 0), score(u, 0.5))
-    many = torch.stack([score(u + 0.5 * torch.randn(6, generator=generator(9 + k)), 0.5) for k in range(2000)]).mean(0)
-    assert torch.allclose(score.steadied(u, 0.5, 1000), many, atol=0.05)
-    assert not torch.allclose(many, score(u, 0.5), atol=0.1)
+    many = torch.stack([learnt(u + 0.5 * torch.randn(6, generator=generator(9 + k))) for k in range(2000)]).mean(0)
+    assert torch.allclose(score.steadied(u, 0.5, 1000) - gaussian, many, atol=0.05)
+    assert not torch.allclose(many, learnt(u), atol=0.1)
     assert torch.allclose(score.steadied(u, 0.5, 4)[:2], score.steadied(u[:2], 0.5, 4), atol=1e-6)  # of what is beside
     v = 0.5 * torch.randn(1, 6, generator=torch.Generator().manual_seed(0))  # the pair of a single draw
-    assert torch.allclose(score.steadied(u, 0.5, 1), (score(u + v, 0.5) + score(u - v, 0.5)) / 2, atol=1e-6)
+    assert torch.allclose(score.steadied(u, 0.5, 1) - gaussian, (learnt(u + v) + learnt(u - v)) / 2, atol=1e-5)
     nn.init.zeros_(score.net[3].weight)  # a network that says the same everywhere
     assert torch.allclose(score.steadied(u, 0.5, 4), score(u, 0.5), atol=1e-6)
 
 
+def test_features_that_are_almost_always_0_do_not_blow_up() -> None:
+    score = AnchoredScore(4, 1, 32)
+    score.running_var.copy_(torch.tensor([1.0, 1.0, 2.0, 0.0]))
+    torch.testing.assert_close(score.scale(torch.ones(2, 4))[:, 3], torch.full((2,), 10.0))
+    score.running_var.zero_()
+    assert score.scale(torch.zeros(2, 4)).isfinite().all()
+
+
 def test_logarithmic_features_keep_their_order_and_sign_and_have_a_finite_slope_at_0() -> None:
-    score = ScoreNet(3, 8, log_share=0.1)
+    score = AnchoredScore(3, 1, 8, log_share=0.1)
     z = torch.tensor([[-2.0, 0.0, 3.0], [-1.0, 0.5, 4.0], [0.0, 0.0, 0.0]], requires_grad=True)
     u = score.scale(z)
     sizes = z.detach().abs().mean(1, keepdim=True)[:2]

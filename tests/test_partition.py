@@ -1,3 +1,4 @@
+import json
 import time
 
 import numpy as np
@@ -6,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foogd.data.partition import by_domain, dirichlet, follow, pathological
+from foogd.data.partition import by_domain, dirichlet, follow, given_proportions, pathological
 from foogd.errors import InputError
 
 LABELS = torch.arange(1000) % 10
@@ -105,6 +106,56 @@ def test_bad_arguments_are_refused(change, word):
     arguments = {"labels": LABELS, "clients": 2, "alpha": 0.5, "seed": 0} | change
     with pytest.raises(InputError, match=word):
         dirichlet(arguments.pop("labels"), **arguments)
+
+
+def test_the_authors_shares_give_the_client_sizes_of_their_code():
+    shares = given_proportions("authors", clients=10, classes=10, alpha=0.1)
+    theirs = (5000 * shares).floor().sum(1)  # CIFAR-10, where their code drops what rounding leaves
+    assert (theirs.min(), theirs.max()) == (2330, 9018)
+    labels = torch.arange(50_000) % 10
+    held = table(dirichlet(labels, clients=10, alpha=0.1, seed=0, proportions=shares), labels)
+    assert ((held.sum(1) - theirs).abs() <= 10).all()
+    assert int(held.max(1).values.sum()) / 50_000 == pytest.approx(0.61, abs=0.005)
+    few = given_proportions("authors", clients=3, classes=7, alpha=5.0)
+    assert few.shape == (3, 7)
+    assert torch.allclose(few.sum(0), torch.ones(7, dtype=torch.float64))
+    assert given_proportions("", clients=3, classes=7, alpha=5.0) is None
+
+
+def test_shares_of_a_file_are_taken_as_they_stand_but_for_rounding(tmp_path):
+    path = tmp_path / "shares.json"
+    path.write_text(json.dumps([[1, 0.3333333], [0, 0.3333333], [0, 0.3333333]]))
+    found = given_proportions(str(path), clients=3, classes=2, alpha=0.5)
+    third = 1 / 3
+    expected = torch.tensor([[1, third], [0, third], [0, third]], dtype=torch.float64)
+    assert torch.allclose(found, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[[1, 1], [0, 0], [0, 0]]", "has 3 lists of 2; 2 lists, one a client, of 3 shares, one a class, are needed."),
+        ("[[1, 1, 1], [0, 0]]", "has 2 lists of 2, 3; 2 lists"),
+        ("{}", "has no list of lists; 2 lists"),
+        ("[1, 0]", "has no list of lists; 2 lists"),
+        ("[[1, 1, 0.5], [0, 0, 0.4]]", "the shares of class 2 add up to 0.9 over the clients, not to 1."),
+        ("[[1, 1, 0.5], [0, 0, 0.50001]]", "class 2 add up to 1.00001 over"),
+        ("[[1, 1, 1.5], [0, 0, -0.5]]", "has 1.5; a share is a number from 0 to 1."),
+        ("[[1, 1, NaN], [0, 0, 1]]", "has nan; a share"),
+        ('[[1, 1, "1"], [0, 0, 0]]', "has '1'; a share"),
+        ("[[1, 1, true], [0, 0, 0]]", "has True; a share"),
+        ("[[1, 1,", "is neither 'authors' nor a JSON file that can be read: Expecting value: line 1"),
+        ("[" * 100_000, "nor a JSON file that can be read"),
+        (None, "nor a JSON file that can be read: .*No such file"),
+    ],
+)
+def test_shares_that_are_none_are_refused_in_one_sentence(tmp_path, text, words):
+    path = tmp_path / "shares.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(InputError, match=f"^proportions = '.*shares.json'.* {words}") as caught:
+        given_proportions(str(path), clients=2, classes=3, alpha=0.5)
+    assert "\n" not in str(caught.value)
 
 
 @settings(deadline=None, max_examples=60)

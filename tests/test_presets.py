@@ -6,6 +6,7 @@ from importlib import resources
 import pytest
 import torch
 
+from foogd import FOOGD, AnchoredFOOGD
 from foogd.data.partition import dirichlet, follow
 from foogd.methods import method_names
 from foogd.settings import preset_names, read_preset, resolve
@@ -33,7 +34,7 @@ def test_a_preset_names_what_decides_a_result(preset):
               "local_epochs", "batch_size", "lr", "momentum", "weight_decay", "flip", "crop", "detectors",
               "eval_every"}  # fmt: skip
     assert needed <= named.keys()
-    assert named["foogd"]["profile"] == "fixed"
+    assert named["foogd"]["profile"] == "published"
 
 
 @pytest.mark.parametrize("preset", PAPER)
@@ -47,9 +48,9 @@ def test_the_papers_settings(preset):
     config, method = resolve(read_preset(preset), {"method": "fedavg+foogd"})
     assert (config.rounds, config.local_epochs, config.batch_size) == (100, 5, 128)
     assert (config.lr, config.momentum, config.weight_decay) == (0.1, 0.9, 5e-4)
-    assert (method.lambda_m, method.lambda_a) == (0.5, 0.01)
-    printed = resolve(read_preset(preset), {"method": "fedavg+foogd", "profile": "paper"})[1]
-    assert (printed.lambda_m, printed.lambda_a) == (0.5, 0.05)
+    assert method == FOOGD()
+    assert (method.lambda_m, method.lambda_a, method.ce_on) == (0.5, 0.05, "ori")
+    assert resolve(read_preset(preset), {"method": "fedavg+foogd", "profile": "anchored"})[1] == AnchoredFOOGD()
     assert config.clients == (3 if preset == "pacs" else 10)
     assert config.backbone == ("wrn40-2" if preset.startswith("cifar") else "resnet18")
 

@@ -442,6 +442,35 @@ def test_a_seed_may_hold_out_images_of_its_own(tmp_path):
     assert collection.notes == ()
 
 
+def test_seeds_of_one_split_are_one_line_and_another_split_is_another_setting(tmp_path):
+    from foogd.curves import client_accuracies
+
+    for seed in (0, 1, 2):
+        make_run(tmp_path / f"a{seed}", seed=seed, split_seed=7, rounds=2, samples=False)
+    [scene] = collect(find_runs([tmp_path])).scenes
+    [group] = scene.groups
+    assert (scene.title, group.label, len(group.records)) == ("", "fedavg", 3)
+    assert len(client_accuracies(group, "in")) == 4  # a client is the same one in every seed: its mean over them
+    make_run(tmp_path / "b", split_seed=8, rounds=2, samples=False)
+    make_run(tmp_path / "c", rounds=2, proportions="authors", samples=False)
+    found = {scene.title: len(scene.groups[0].records) for scene in collect(find_runs([tmp_path])).scenes}
+    assert found == {
+        "split_seed = 7, proportions = none": 3,
+        "split_seed = 8, proportions = none": 1,
+        "split_seed = auto, proportions = authors": 1,
+    }
+    make_run(tmp_path / "nodes" / "here", split_seed=7, proportions="my.json", samples=False)
+    make_run(tmp_path / "nodes" / "there", flower=True, samples=False)
+    assert [s.title for s in collect(find_runs([tmp_path / "nodes"])).scenes] == ["simulated", "on Flower"]
+    assert "Dirichlet my.json" in html_report(collect([tmp_path / "nodes" / "here"]), maps=0)
+
+
+def test_the_authors_shares_are_no_departure_from_the_paper_and_others_are():
+    assert departures(settings_of("cifar10", method="fedavg", split_seed=21, proportions="authors")) == []
+    given = settings_of("cifar10", method="fedavg", proportions="my.json")
+    assert departures(given) == ["proportions my.json instead of "]
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_run_on_flower_is_no_seed_of_a_simulated_run(tmp_path, seed):
     make_run(tmp_path / "here", rounds=2, alpha=0.3, samples=False)

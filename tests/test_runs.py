@@ -173,6 +173,59 @@ def test_code_may_change_before_the_first_round_and_detectors_at_any_time(with_p
         finish(reopen("a"))
 
 
+def write_shares(*rows):
+    Path("shares.json").write_text(json.dumps([[share] * 5 for share in rows]))
+
+
+def test_a_run_keeps_the_shares_that_it_began_with():
+    write_shares(0.2, 0.3, 0.5)
+    given = {"proportions": "shares.json", "method": "fedavg", "detectors": ("msp",)}
+    run = stop_after(make("a", **given), 1)
+    kept = Path("shares.json").read_bytes()
+    assert (run.folder / "proportions.json").read_bytes() == kept
+    write_shares(0.3, 0.2, 0.5)
+    before = contents(run.folder)
+    for act in (finish, lambda one: one.evaluate()):
+        with pytest.raises(InputError, match="a: clients do not have the images that they began"):
+            act(reopen("a"))
+    assert contents(run.folder) == before
+    Path("shares.json").write_bytes(kept)
+    finish(reopen("a"))
+    assert_same_run("a", finish(make("b", **given)).folder)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("proportions=shares.json", "clients=2"), "3 lists of 5; 2 lists, one a client, of 5 shares"),
+        (("proportions=shares.json", "partition=pathological"), "is for partition 'dirichlet'"),
+        (("proportions=lost.json",), "No such file or directory: 'lost.json'"),
+        (("proportions=tiny.py",), "nor a JSON file that can be read"),
+        (("proportions=empty.json",), "leave a client with 0 images; min_size is 2"),
+        (("split_seed=-1",), "split_seed = -1 is not allowed: it must be 'auto' or a whole number at least 0"),
+    ],
+)
+def test_a_split_that_cannot_be_made_is_told_before_training(capsys, monkeypatch, given, words):
+    write_shares(0, 0.5, 0.5)
+    Path("shares.json").rename("empty.json")
+    write_shares(0.2, 0.3, 0.5)
+    settings = [word for text in given for word in ("--set", text)]
+    monkeypatch.setattr("sys.argv", ["foogd", "run", "tiny.toml", "--method", "fedavg", *settings, "--out", "a"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+    assert not Path("a").exists()
+
+
+def test_a_folder_from_before_the_split_had_a_seed_goes_on():
+    run = stop_after(make("a", seed=4), 1)
+    path = run.folder / "config.toml"
+    path.write_text("".join(line for line in path.read_text().splitlines(keepends=True)
+                            if not line.startswith(("split_seed", "proportions"))))  # fmt: skip
+    assert_same_run(finish(reopen("a")).folder, finish(make("b", seed=4)).folder)
+
+
 def stop_after(run, rounds):
     """Train so many rounds and leave the rest."""
     training = run.train()

@@ -266,5 +266,5 @@ def test_traffic_is_the_model_and_one_vector_of_trained_parameters_each_way(back
 def test_its_names_make_it():
     assert make_method("scaffold") == SCAFFOLD(eta_g=1.0, client_weights="uniform")
     assert make_method("scaffold+aug", {"eta_g": 0.5}) == SCAFFOLD(views=2, eta_g=0.5)
-    _, method = resolve({"method": "scaffold"}, {"client_weights": "samples"})  # beside the run's own `weighting`
+    _, method = resolve({"method": "scaffold"}, {"client_weights": "samples"})
     assert method == SCAFFOLD(client_weights="samples")

@@ -2,19 +2,28 @@
 
 import re
 import tomllib
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from foogd import FedAvg, simulate
+from foogd import AnchoredFOOGD, FedAvg, FedRoD, simulate
 from foogd.config import Config
 from foogd.errors import InputError
 from foogd.methods import FOOGD, PROFILES, make_method, method_names, method_settings
 from foogd.runs import Run, to_toml
-from foogd.settings import parse_assignments, parse_toml, preset_names, read_preset, resolve
+from foogd.settings import (
+    REMOVED,
+    parse_assignments,
+    parse_toml,
+    preset_names,
+    read_preset,
+    read_run_config,
+    read_run_settings,
+    resolve,
+)
 
 
 def refusal(preset, overrides=None):
@@ -41,29 +50,27 @@ def set_to(text, method="fedavg+foogd"):
 # Precedence
 
 
-def test_a_profile_beats_the_preset_and_set_beats_the_profile():
-    preset = {"method": "fedavg+foogd", "lr": 0.3, "lambda_m": 0.25, "batch_size": 16}
-    config, method = resolve(preset, {})
-    assert (config.lr, method.lambda_m, config.batch_size) == (0.3, 0.25, 16)
-    config, method = resolve(preset, {"profile": "released"})
-    assert (config.lr, method.lambda_m, config.batch_size) == (0.01, 0.0, 16)
-    config, method = resolve(preset, {"profile": "released", "lr": 0.7, "lambda_m": 0.75})
-    assert (config.lr, method.lambda_m, config.batch_size) == (0.7, 0.75, 16)
+def test_set_beats_the_preset_and_both_beat_the_defaults_of_the_profile():
+    preset = {"method": "fedavg+foogd", "lr": 0.3, "lambda_a": 0.25}
+    assert resolve(preset, {})[1] == FOOGD(lambda_a=0.25)
+    config, method = resolve(preset, {"profile": "anchored"})
+    assert (config.lr, method) == (0.3, AnchoredFOOGD(lambda_a=0.25))
+    config, method = resolve(preset, {"profile": "anchored", "lr": 0.7, "lambda_a": 0.75, "trust": 0.25})
+    assert (config.lr, method) == (0.7, AnchoredFOOGD(lambda_a=0.75, trust=0.25))
 
 
 def test_within_one_layer_a_value_beats_the_profile_whatever_their_order():
-    for layer in ({"profile": "paper", "ce_on": "both"}, {"ce_on": "both", "profile": "paper"}):
-        assert resolve({"method": "fedavg+foogd", **layer}, {})[1].ce_on == "both"
-        assert resolve({}, {"method": "fedavg+foogd", **layer})[1].ce_on == "both"
+    for layer in ({"profile": "anchored", "ce_on": "ori"}, {"ce_on": "ori", "profile": "anchored"}):
+        assert resolve({"method": "fedavg+foogd", **layer}, {})[1] == AnchoredFOOGD(ce_on="ori")
+        assert resolve({}, {"method": "fedavg+foogd", **layer})[1] == AnchoredFOOGD(ce_on="ori")
 
 
-def test_a_profile_on_the_command_line_beats_the_values_of_a_profile_in_the_preset():
-    preset = {"method": "fedavg+foogd", "foogd": {"profile": "paper"}}
-    assert resolve(preset, {})[1] == make_method("fedavg+foogd", PROFILES["paper"])
+def test_a_profile_on_the_command_line_beats_that_of_the_preset():
     for one in PROFILES:
-        for two in PROFILES:
-            found = resolve({"method": "fedavg+foogd", "foogd": {"profile": one}}, {"profile": two})
-            assert found == resolve({"method": "fedavg+foogd"}, {"profile": two}), (one, two)
+        for two, cls in PROFILES.items():
+            preset = {"method": "fedavg+foogd", "foogd": {"profile": one, "lambda_m": 0.25}}
+            assert resolve(preset, {"profile": two})[1] == cls(lambda_m=0.25), (one, two)
+            assert type(resolve({**preset, "profile": two}, {})[1]) is PROFILES[one]  # a table beats what is above it
 
 
 def test_the_method_on_the_command_line_decides_which_settings_there_are():
@@ -73,11 +80,93 @@ def test_the_method_on_the_command_line_decides_which_settings_there_are():
     assert "lambda_m" in refusal(preset, {"method": "fedrod", "lambda_m": 0.5})
 
 
-def test_every_profile_sets_what_it_says():
-    for profile, values in PROFILES.items():
-        config, method = resolve({"method": "fedrod+foogd"}, {"profile": profile})
-        have = settings_of(config, method)
-        assert {key: have[key] for key in values} == dict(values)
+def test_what_another_profile_has_is_not_known():
+    assert "'trust' is not known" in refusal({"method": "fedavg+foogd"}, {"trust": 0.5})
+    assert resolve({"method": "fedavg+foogd"}, {"profile": "anchored", "trust": 0.5})[1] == AnchoredFOOGD()
+    assert resolve({"method": "fedavg", "foogd": {"trust": 0.5}}, {})[1] == FedAvg()  # of a table that does not count
+
+
+# Files from before the paper's method was the default
+
+OLD = """
+method = "fedrod+foogd"
+rounds = 7
+weighting = "samples"
+partners = "own"
+train_constants = "dataset"
+lambda_m = 0.5
+lambda_a = 0.02
+ce_on = "both"
+train_base = true
+score_net = "anchored"
+score_width = 512
+standardise = true
+log_share = 0.1
+whiten = 0.3
+conditioned = true
+score_features = "eval"
+joint_views = true
+sigma = 0.25
+draws = 4
+trust = 0.5
+sigma_min = 0.1
+sigma_max = 1.0
+sigma_levels = 10
+dsm_target = "score"
+anneal_power = 2.0
+step = 0.1
+steps = 10
+mmd_kernels = 2
+ksd_pairs = "aug"
+ksd_power = 2.0
+ksd_log = true
+view_clip = 255
+score_optimiser = "adam"
+score_lr = 0.001
+score_momentum = 0.0
+score_clip = 5.0
+prior_smoothing = 0.0
+"""
+
+
+def test_an_old_run_is_the_anchored_variant_with_its_values():
+    assert set(REMOVED) < set(tomllib.loads(OLD))
+    config, method = resolve(tomllib.loads(OLD), {})
+    assert config.rounds == 7
+    assert method == AnchoredFOOGD(FedRoD(), lambda_a=0.02, score_width=512, sigma=0.25, draws=4)
+
+
+def test_the_config_of_an_old_run_can_be_read_and_is_written_with_its_profile(tmp_path):
+    config, method = resolve({}, {"method": "fedrod+foogd", "profile": "anchored"})
+    now = settings_of(config, method)
+    old = {key: value for key, value in now.items() if key != "profile"} | REMOVED | tomllib.loads(OLD)
+    (tmp_path / "config.toml").write_text(to_toml(old))
+    config, method = read_run_config(tmp_path / "config.toml")
+    assert (config.rounds, type(method), method.sigma) == (7, AnchoredFOOGD, 0.25)
+    told = read_run_settings(tmp_path / "config.toml")
+    assert told["profile"] == "anchored"
+    assert not told.keys() & REMOVED.keys()
+    assert told == tomllib.loads(to_toml(settings_of(config, method)))
+
+
+@pytest.mark.parametrize("score_net", ["mlp", "span"])
+def test_an_old_run_with_a_score_network_that_is_gone_is_one_sentence(score_net):
+    sentence = refusal(tomllib.loads(OLD) | {"score_net": score_net})
+    assert f"score_net = '{score_net}' is not possible any more" in sentence
+    assert "5a65a44" in sentence
+
+
+@pytest.mark.parametrize("key", [key for key in REMOVED if key != "score_net"])
+def test_a_setting_that_is_gone_may_only_have_its_default(key):
+    other = {bool: False, int: 1, float: 0.5, str: "other"}[type(REMOVED[key])]
+    sentence = refusal(tomllib.loads(OLD) | {key: other})
+    assert sentence.startswith(f"{key} = {other!r} is not possible any more")
+    assert repr(REMOVED[key]) in sentence
+
+
+def test_no_setting_of_today_counts_as_gone():
+    for cls in (Config, FOOGD, AnchoredFOOGD):
+        assert not REMOVED.keys() & {item.name for item in fields(cls)}
 
 
 # Tables
@@ -136,11 +225,12 @@ def test_a_misspelt_table_or_key_in_a_table_is_found_even_where_it_would_not_cou
         ("severities=3", (3,)),
         ("severities=1,3,5", (1, 3, 5)),
         ("severities=[1, 3]", (1, 3)),
-        ("mmd_kernels=1", 1),
         ("ce_on=ori", "ori"),
         ("update_bound=auto", "auto"),
         ("update_bound=0", 0.0),
         ("update_bound=2.5", 2.5),
+        ("split_seed=auto", "auto"),
+        ("split_seed=3", 3),
     ],
 )
 def test_values_are_read_as_what_they_are(text, value):
@@ -188,15 +278,16 @@ def test_an_assignment_without_key_or_value_is_refused(text):
         ("partition=1", "one of 'dirichlet', 'pathological', 'by_domain'"),
         ("partition=[]", "one of 'dirichlet', 'pathological', 'by_domain'"),
         ("device=gpu", "one of 'auto', 'cpu', 'cuda'"),
-        ("mmd_kernels=3", "one of 1, 2"),
-        ("mmd_kernels=true", "one of 1, 2"),
-        ("mmd_kernels=1.0", "one of 1, 2"),
         ("ce_on=aug", "one of 'ori', 'both'"),
         ("update_bound=-1", "'auto' or a number at least 0.0"),
         ("update_bound=nan", "'auto' or a number at least 0.0"),
         ("update_bound=inf", "'auto' or a number at least 0.0"),
         ("update_bound=high", "'auto' or a number at least 0.0"),
         ("update_bound=true", "'auto' or a number at least 0.0"),
+        ("split_seed=-1", "'auto' or a whole number at least 0"),
+        ("split_seed=1.5", "'auto' or a whole number at least 0"),
+        ("split_seed=mine", "'auto' or a whole number at least 0"),
+        ("split_seed=true", "'auto' or a whole number at least 0"),
         ("data=3", "text"),
         ("out=[1]", "a list of texts"),
         ("severities=0", "a list of whole numbers at least 1 and at most 5"),
@@ -210,6 +301,13 @@ def test_a_wrong_value_is_refused_with_key_value_and_what_is_allowed(text, allow
     [(key, value)] = parse_assignments([text]).items()
     sentence = refusal({"method": "fedavg+foogd"}, {key: value})
     assert sentence == f"{key} = {value!r} is not allowed: it must be {allowed}"
+
+
+@pytest.mark.parametrize("text", ["3", "true", "1.0"])
+def test_a_number_among_choices_has_its_type(text):
+    [(key, value)] = parse_assignments([f"views={text}"]).items()
+    assert refusal({"method": "fedavg"}, {key: value}) == f"views = {value!r} is not allowed: it must be one of 1, 2"
+    assert set_to("views=2", "fedavg") == 2
 
 
 @pytest.mark.parametrize("method", method_names())
@@ -234,17 +332,18 @@ def test_what_a_suffix_decides_is_no_setting(method):
     assert "'views' is not known" in refusal({"method": method}, {"views": 1})
 
 
-@pytest.mark.parametrize("profile", ["fast", "", 3, ["paper"], True])
+@pytest.mark.parametrize("profile", ["fast", "", 3, ["anchored"], True, "fixed", "paper", "released"])
 def test_an_unknown_profile_is_refused(profile):
     sentence = refusal({"method": "fedavg+foogd"}, {"profile": profile})
     assert repr(profile) in sentence
     for name in PROFILES:
         assert repr(name) in sentence
+    assert ("'fixed' is called 'anchored' now" in sentence) == (profile == "fixed")
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedrod+aug"])
 def test_only_foogd_has_profiles(method):
-    sentence = refusal({"method": method}, {"profile": "paper"})
+    sentence = refusal({"method": method}, {"profile": "anchored"})
     assert method in sentence
     assert "+foogd" in sentence
 
@@ -298,7 +397,7 @@ def test_a_configuration_survives_its_own_toml(name):
     assert there_and_back(config, method) == (config, method)
     changed = {"seed": 7, "lr": 1e-5, "weight_decay": 0.1 + 0.2, "corruptions": [], "severities": [5], "flip": False}
     if name.endswith("+foogd"):
-        changed |= {"profile": "released", "sigma": 1 / 3, "train_base": False}
+        changed |= {"profile": "anchored", "sigma": 1 / 3, "train_base": False}
     config, method = resolve(read_preset("demo"), {"method": name, **changed})
     assert there_and_back(config, method) == (config, method)
     assert config.digest(method_settings(method)) == config.digest(method_settings(there_and_back(config, method)[1]))
@@ -410,6 +509,9 @@ def test_a_method_that_cannot_be_made_is_refused(mine, name, word):
         ("update_bound", float("nan"), "'auto' or a number at least 0.0"),
         ("update_bound", "high", "'auto' or a number at least 0.0"),
         ("update_bound", True, "'auto' or a number at least 0.0"),
+        ("split_seed", -1, "'auto' or a whole number at least 0"),
+        ("split_seed", 1.5, "'auto' or a whole number at least 0"),
+        ("split_seed", "mine", "'auto' or a whole number at least 0"),
     ],
 )
 def test_python_refuses_what_the_command_refuses(key, value, allowed):

@@ -33,6 +33,7 @@ _NAMES = {
     "data": "a name from foogd data list, a folder, an .npz or .csv file, or file.py:fn",
     "out": "a list of the same as for data",
     "corruptions": f"a list of some of {quoted(CORRUPTIONS)}",
+    "proportions": "a JSON file, or authors",
     "backbone": f"one of {quoted(BACKBONES)}, or file.py:fn",
     "aggregation": f"one of {quoted(RULES)}, or one for each group",
     "detectors": "a list of names from foogd detectors, or file.py:fn",

@@ -17,6 +17,7 @@ from .errors import InputError
 
 Backbone = Callable[..., nn.Module]
 AutoNumber = float | Literal["auto"]
+AutoWhole = int | Literal["auto"]
 
 WHERE = frozenset({"device", "engine", "slots"})
 """Settings that say where and how fast, not what."""
@@ -70,6 +71,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "float": (_number, "a number"),
     "bool": (lambda value: isinstance(value, bool), "True or False"),
     "AutoNumber": (lambda value: _number(value) or value == "auto", "'auto' or a number"),
+    "AutoWhole": (lambda value: _whole(value) or value == "auto", "'auto' or a whole number"),
     "str": (_text, "text"),
     "str | Backbone": (lambda value: _text(value) or callable(value), "text or a function"),
     "tuple[str, ...]": (_text, "a tuple of texts"),
@@ -112,6 +114,10 @@ class Config:
     alpha: float = setting(0.5, "Dirichlet concentration: small is heterogeneous", gt=0.0)
     classes_per_client: int = setting(2, "classes of a client in the pathological split", ge=1)
     min_size: int = setting(2, "smallest number of training images of a client", ge=0)
+    split_seed: AutoWhole = setting("auto", "seed of who has which images; auto: that of the run", ge=0, added=True)
+    proportions: str = setting(
+        "", "given shares of a Dirichlet split; authors: those of the authors' code; empty: drawn", added=True
+    )
     participation: float = setting(1.0, "share of the clients that train in a round", gt=0.0, le=1.0)
 
     init: str = setting("", "run folder whose weights this run starts from; empty: from the seed", group="Training")
@@ -173,6 +179,11 @@ class Config:
             # A list could be changed later, and numpy's numbers are written down in another way.
             plain = tuple(map(_plain, values)) if many else _plain(value)
             object.__setattr__(self, item.name, plain)
+
+    @property
+    def images_seed(self) -> int:
+        """The seed that decides which images each client has."""
+        return self.seed if self.split_seed == "auto" else self.split_seed
 
     def digest(self, method_settings: Mapping[str, Any]) -> str:
         """A short name for (configuration, method settings); where the work is done is left out."""

@@ -11,6 +11,7 @@ from typing import Any, final
 
 from .config import WHERE
 from .data.federation import LEFT_OUT
+from .data.partition import AUTHORS
 from .errors import InputError
 from .methods import OURS, AnchoredFOOGD
 
@@ -25,8 +26,8 @@ OF_NODES = "on Flower the images and their split are those of the nodes, whateve
 
 # What may differ from the preset without making the published number another one: how much is measured, and where.
 _FREE = WHERE | {
-    "method", "seed", "alpha", "leave_out", "data_root", "out", "corruptions", "detectors", "eval_every", "eval_batch",
-    "resident", "threads", "precision",
+    "method", "seed", "split_seed", "alpha", "leave_out", "data_root", "out", "corruptions", "detectors", "eval_every",
+    "eval_batch", "resident", "threads", "precision",
 }  # fmt: skip
 # The ablations of the paper, which have published numbers of their own.
 _VARIANTS: dict[str, tuple[str, Any]] = {
@@ -109,8 +110,9 @@ def departures(settings: Mapping[str, Any]) -> list[str]:
     for key, want in expected.items():
         have = settings.get(key, want)
         have = list(have) if isinstance(have, tuple) else have
-        unbound = key == "update_bound" and have == 0  # moves no number: updates that were refused are told
-        if key in _FREE | variant | {"profile"} or have == want or unbound:
+        # No bound moves no number, as updates that were refused are told; the paper's shares are those of its code.
+        same = (key, have) in (("update_bound", 0), ("proportions", AUTHORS))
+        if key in _FREE | variant | {"profile"} or have == want or same:
             continue
         found.append(f"{key} {_word(have)} instead of {_word(want)}")
     return found

@@ -44,9 +44,10 @@ _SHOWN = 8  # digits of a hash that a title shows
 LISTS = {"out": "OUT sets", "corruptions": "corruptions", "severities": "severities"}  # what a title calls them
 MANY = 4  # items of such a list: of more, a title gives the number
 # What shares images out, and says nothing about images that nodes bring.
-_SHARING = frozenset(
-    {"out", "test_share", "sites", "leave_out", "partition", "alpha", "classes_per_client", "min_size"}
-)
+_SHARING = frozenset({
+    "out", "test_share", "sites", "leave_out", "partition", "alpha", "classes_per_client", "min_size", "split_seed",
+    "proportions",
+})  # fmt: skip
 # Told in titles even where the data set decides them: without them two experiments would look alike.
 TOLD = frozenset({ON_FLOWER, "alpha", "rounds", "leave_out"})
 # A folder from before a setting existed was made with its default.
@@ -158,8 +159,8 @@ class Group:
 
     @property
     def clients_stay(self) -> bool:
-        """Whether a client is the same one in every seed: it is where clients are domains, or nodes of Flower."""
-        return bool(self.settings["partition"] == "by_domain") or self.flower
+        """Whether a client is the same one in every seed: as a domain, a node of Flower, or by a seed of the split."""
+        return self.flower or bool(self.settings["partition"] == "by_domain") or self.settings["split_seed"] != "auto"
 
     @property
     def unfinished(self) -> str:
@@ -292,7 +293,7 @@ def read_record(folder: Path) -> Record:
         raise InputError(f"{path} is half-written: it has no {', '.join(missing)}")
     settings = _DEFAULTS | written
     for key, default in _DEFAULTS.items():
-        if not _of_kind(settings[key], default) and not (key == "update_bound" and _of_kind(settings[key], 0.0)):
+        if not _of_kind(settings[key], default) and not _of_kind(settings[key], _OR_AUTO.get(key, default)):
             raise InputError(f"{path} is damaged: {key} is {settings[key]!r}; {_KINDS[type(default)]} is needed")
     rows = read_rows(folder)
     last = max((row.round for row in rows), default=0)
@@ -326,6 +327,7 @@ def read_record(folder: Path) -> Record:
     return Record(folder, settings, environment, rounds, kept, partition, flower=flower)
 
 
+_OR_AUTO = {"update_bound": 0.0, "split_seed": 0}  # numbers, where the default is "auto"
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", list: "a list"}
 
 

@@ -33,6 +33,7 @@ from .config import WHERE, Config
 from .data.corrupt import CORRUPTIONS
 from .data.federation import Federation, client_labels
 from .data.leaks import count_leaks
+from .data.partition import AUTHORS
 from .data.readers import Progress
 from .data.sources import load_source
 from .data.store import ImageStore
@@ -64,7 +65,7 @@ from .types import Readout
 
 CONFIG, ENVIRONMENT = "config.toml", "environment.json"
 ROUNDS, ROWS, SUMMARY = "rounds.jsonl", "rows.jsonl", "summary.md"
-PARTITION, PICTURE = "partition.json", "partition.png"
+PARTITION, PICTURE, PROPORTIONS = "partition.json", "partition.png", "proportions.json"
 FLOWER = "flower.json"  # of a run on Flower: its nodes, and what they have in common
 CHECKPOINT, STATE = "checkpoint", "state.json"
 DRAFT = ".draft"
@@ -72,11 +73,11 @@ TRAINING = "training images"
 WAIT = 120.0  # seconds in which another evaluation has surely written what it found
 LOST_ROUNDS = 3  # in a row, in which no update could be used: then a run stops
 # Settings that may be paths, or name files of plug-ins.
-PATHS = frozenset({"data", "data_root", "out", "init", "method", "backbone", "detectors"})
+PATHS = frozenset({"data", "data_root", "out", "init", "method", "backbone", "detectors", "proportions"})
 # Settings that decide which images each client has.
 SPLIT = (
     "data", "data_root", "sites", "on_bad", "test_share", "leave_out", "clients", "partition", "alpha",
-    "classes_per_client", "min_size", "seed", "calibration",
+    "classes_per_client", "min_size", "split_seed", "proportions", "seed", "calibration",
 )  # fmt: skip
 # Files of a user on which the weights of a run depend.
 CODE = ("method", "data", "backbone")
@@ -116,6 +117,8 @@ class Run:
             write_atomic(draft / CONFIG, to_toml(run.settings()).encode())
             about = environment(resolve_device(config.device), run.precision)
             write_environment(draft, about, run.plugins())
+            if files is None and config.proportions not in ("", AUTHORS):  # the file may change or be lost
+                write_atomic(draft / PROPORTIONS, Path(config.proportions).read_bytes())
             for name, content in (files or {}).items():
                 write_atomic(draft / name, content)
             draft.chmod(0o755)
@@ -178,6 +181,11 @@ class Run:
                     f"{str(known[name])[:19]}): put them back, or begin a new run; other versions of the packages, or "
                     f"another kind of processor, may also make other pixels of the same files"
                 )
+        if before.get("indices", own := [indices.tolist() for indices in found.train_indices]) != own:
+            raise InputError(
+                f"{self.folder}: clients do not have the images that they began with, by {PARTITION}: put the file of "
+                f"the proportions back, or begin a new run; another version of numpy may also split in another way"
+            )
 
     def plugins(self) -> dict[str, dict[str, str]]:
         """The files of a user whose code the run calls, by what they are for, with a hash of each."""
@@ -592,6 +600,8 @@ def make_federation(config: Config, load: Load | None = None) -> Federation:
         classes_per_client=config.classes_per_client,
         min_size=config.min_size,
         seed=config.seed,
+        split_seed=config.images_seed,
+        proportions=config.proportions,
         constants=config.constants,
         test_share=config.test_share,
         leave_out=config.leave_out,

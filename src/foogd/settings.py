@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import pydantic
 
-from .config import AutoNumber, Config, limits_in_words, quoted
+from .config import AutoNumber, AutoWhole, Config, limits_in_words, quoted
 from .errors import InputError
 from .methods import FOOGD, METHODS, PROFILES, AnchoredFOOGD, make_method, method_fields, split_name, variant_class
 from .methods.base import Method
@@ -263,6 +263,8 @@ def _constrained(hint: Any, item: Field[Any]) -> Any:
     if hint in (float, AutoNumber):
         number = Annotated[float, pydantic.Field(allow_inf_nan=False, **limits)]
         return number if hint is float else number | Literal["auto"]
+    if hint is AutoWhole:
+        return Annotated[int, pydantic.Field(**limits)] | Literal["auto"]
     return Annotated[hint, pydantic.Field(**limits)] if limits else hint
 
 
@@ -272,7 +274,8 @@ def allowed(hint: Any, item: Field[Any]) -> str:
     if "choices" in item.metadata:
         return f"one of {quoted(item.metadata['choices'])}"
     kinds: dict[Any, str] = {
-        int: "a whole number", float: "a number", AutoNumber: "'auto' or a number", bool: "true or false", str: "text",
+        int: "a whole number", float: "a number", bool: "true or false", str: "text",
+        AutoNumber: "'auto' or a number", AutoWhole: "'auto' or a whole number",
     }  # fmt: skip
     if get_origin(hint) is tuple:
         words = {int: "whole numbers", float: "numbers", str: "texts"}

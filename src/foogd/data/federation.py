@@ -14,7 +14,7 @@ from torch import Tensor
 from ..engine.rng import derive_seed, generator
 from ..errors import InputError
 from .corrupt import corrupt
-from .partition import Partition, by_domain, dirichlet, follow, pathological
+from .partition import Partition, by_domain, dirichlet, follow, given_proportions, pathological
 from .store import ImageStore
 
 if TYPE_CHECKING:
@@ -128,6 +128,8 @@ class Federation:
         classes_per_client: int = 2,
         min_size: int = 1,
         seed: int,
+        split_seed: int | None = None,
+        proportions: str = "",
         constants: str = "cifar",
         test_share: float = 0.2,
         leave_out: str = "",
@@ -138,7 +140,9 @@ class Federation:
         The held-out images are those of `source.test`, or a share of each class. A client with no training images is
         possible with `min_size=0`. All images of the domain `leave_out` are kept from training and form one more IN-C
         set, which every client sees whole. A share `calibration` of each client's training images is set aside.
+        All but noise in corruptions follows `split_seed`, or `seed`. `proportions`: see `given_proportions`.
         """
+        split = seed if split_seed is None else split_seed
         found = torch.unique(source.labels).tolist()
         if len(found) < 2:
             names = [source.classes[label] if source.classes else str(label) for label in found]
@@ -152,14 +156,16 @@ class Federation:
             everything = torch.arange(len(left), device=left.images.device)
             shares = (everything,) * (clients or len(torch.unique(source.domains)))
             unseen = (TestSet(leave_out, "in-c", left, shares, corruption=f"{LEFT_OUT}{leave_out}", unseen=True),)
-        held_out = source.test if source.test is not None else _stratified(_strata(source), test_share, seed)
+        held_out = source.test if source.test is not None else _stratified(_strata(source), test_share, split)
         if not held_out.any() or held_out.all():
             raise InputError(
                 f"{int(held_out.sum())} of {len(source)} images are held out; training and test need some each."
             )
         train, test = replace(source.select(~held_out), test=None), replace(source.select(held_out), test=None)
-        own, own_test = _partition(train, test, partition, clients, alpha, classes_per_client, min_size, seed)
-        kept, aside = _set_aside(own, calibration, seed)
+        own, own_test = _partition(
+            train, test, partition, clients, alpha, proportions, classes_per_client, min_size, split
+        )
+        kept, aside = _set_aside(own, calibration, split)
         mean, std = train.channel_moments()
         return Federation(
             name=source.name,
@@ -322,12 +328,16 @@ def _partition(
     kind: str,
     clients: int,
     alpha: float,
+    proportions: str,
     classes_per_client: int,
     min_size: int,
     seed: int,
 ) -> tuple[Partition, Partition]:
+    if proportions and kind != "dirichlet":
+        raise InputError(f"proportions = {proportions!r} is for partition 'dirichlet'; partition is {kind!r}.")
     if kind == "dirichlet":
-        own = dirichlet(train.labels, clients=clients, alpha=alpha, seed=seed, min_size=min_size)
+        given = given_proportions(proportions, clients=clients, classes=train.num_classes, alpha=alpha)
+        own = dirichlet(train.labels, clients=clients, alpha=alpha, seed=seed, proportions=given, min_size=min_size)
     elif kind == "pathological":
         own = pathological(train.labels, clients=clients, classes_per_client=classes_per_client, seed=seed)
     elif kind == "by_domain":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -15,7 +17,9 @@ from ..errors import InputError
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
+AUTHORS = "authors"  # names the shares of the code that the authors of FOOGD published
 _DRAWS = 1000  # proportions tried before a smallest size is called out of reach
+_CLOSE = 1e-6  # how near to 1 the given shares of a class must add up
 
 
 @final
@@ -36,7 +40,7 @@ def dirichlet(
     proportions: Float[Tensor, "clients classes"] | None = None,
     min_size: int = 0,
 ) -> Partition:
-    """Each class dealt out in shares from Dir(α·1) over the clients; given `proportions` replace the draw (for tests).
+    """Each class dealt out in shares from Dir(α·1) over the clients; given `proportions` replace the draw.
 
     Redraws until every client holds `min_size` images.
     """
@@ -67,6 +71,32 @@ def dirichlet(
         f"no partition with alpha {alpha} gave each of {clients} clients min_size {min_size} images in {_DRAWS} draws; "
         f"the best had {best} in its smallest client."
     )
+
+
+def given_proportions(name: str, *, clients: int, classes: int, alpha: float) -> Tensor | None:
+    """The shares in a JSON file, one list a client, or by name those of the authors' code; None without a name."""
+    if not name:
+        return None
+    if name == AUTHORS:
+        return torch.from_numpy(np.random.default_rng(21).dirichlet(np.full(clients, alpha), classes).T.copy())
+    said, wanted = f"proportions = {name!r}", f"{clients} lists, one a client, of {classes} shares, one a class"
+    try:
+        rows = json.loads(Path(name).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{said} is neither {AUTHORS!r} nor a JSON file that can be read: {error}.") from None
+    lists = isinstance(rows, list) and all(isinstance(row, list) for row in rows)
+    widths = [len(row) for row in rows] if lists else []
+    if widths != [classes] * clients:
+        found = f"{len(rows)} lists of {', '.join(map(str, sorted(set(widths))))}" if widths else "no list of lists"
+        raise InputError(f"{said} has {found}; {wanted}, are needed.")
+    for share in (share for row in rows for share in row):
+        if type(share) not in (int, float) or not 0 <= share <= 1 + _CLOSE:
+            raise InputError(f"{said} has {share!r}; a share is a number from 0 to 1.")
+    totals = np.sum(rows, 0, dtype=float)
+    label = int(np.abs(totals - 1).argmax())
+    if abs(totals[label] - 1) > _CLOSE:
+        raise InputError(f"{said}: the shares of class {label} add up to {totals[label]:g} over the clients, not to 1.")
+    return torch.from_numpy(np.array(rows, dtype=float) / totals)
 
 
 def pathological(

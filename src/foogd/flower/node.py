@@ -245,7 +245,7 @@ class Work:
         train = with_classes(self.node.train(), classes, f"node {self.node.name}")
         if train.shape != shape:
             raise InputError(f"the images of node {self.node.name} are {train.shape}; those of the others are {shape}")
-        kept, aside = set_aside(torch.arange(len(train)), config.calibration, config.seed, self.client_id)
+        kept, aside = set_aside(torch.arange(len(train)), config.calibration, config.images_seed, self.client_id)
         return Federation(
             name=config.data,
             train=train,

@@ -8,6 +8,7 @@ from string import Template
 from typing import Any
 
 from .. import __version__
+from ..data.partition import AUTHORS
 from ..findings import headline
 from ..projection import MAPS
 from ..records import Collection, Record, shown, sortable
@@ -56,7 +57,8 @@ def _partition(records: Sequence[Record]) -> list[str]:
     """How the data came to the clients; on Flower no setting has a say in it."""
     split = [record.settings for record in records if not record.flower]
     if all(settings["partition"] == "dirichlet" for settings in split):
-        words = _values([settings["alpha"] for settings in split], "Dirichlet {}")
+        drawn = ("", AUTHORS)
+        words = _values([s["alpha"] if s["proportions"] in drawn else s["proportions"] for s in split], "Dirichlet {}")
     else:
         words = _values([settings["partition"] for settings in split], "{} partition")
     return [words, "nodes with their own data" if any(record.flower for record in records) else ""]

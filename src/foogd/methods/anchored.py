@@ -40,6 +40,7 @@ class AnchoredFOOGD(ScoreWrapper):
         metadata={"ge": 0.0, "le": 1.0, "help": "share of the learnt part that detection adds to Gaussians"},
     )
 
+    paper: ClassVar[str] = "ours, after Liao et al., NeurIPS 2024"
     travels: ClassVar[str] = (
         "what the base sends; the score network both ways; sums over each class's features and over pairs of them up"
     )
