@@ -125,7 +125,8 @@ def test_it_is_reported_by_its_name(must):
 
 def test_it_is_not_gone_on_with_as_another_method(foogd):
     words = parse_toml(Path("run/config.toml").read_bytes(), "run")
-    same = [f"{key}={words[key]}" for key in ("clients", "alpha", "rounds", "local_epochs", "batch_size", "calibration")]
+    keys = ("clients", "alpha", "rounds", "local_epochs", "batch_size", "calibration")
+    same = [f"{key}={words[key]}" for key in keys]
     same += ['out=["others.npz"]', 'corruptions=["brightness"]', "severities=[3]", "score_width=16", "data=stripes.npz"]
     same += ['detectors=["msp","energy","score_norm","score_own"]', "backbone=net.py:net", "device=cpu"]
     settings = [part for setting in same for part in ("--set", setting)]

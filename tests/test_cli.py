@@ -514,6 +514,9 @@ def test_names_alone_are_for_scripts(foogd):
 def test_lists_name_everything(foogd):
     code, printed, _ = foogd("methods")
     assert code == 0
+    [ours] = [line for line in printed.splitlines() if line.startswith("fedavg+foogd (anchored, not")]
+    assert "ours, after Liao et al." in ours
+    assert "sums over each class's" in printed
     for name in (*method_names(), "lambda_a", "prior_smoothing", "profile", "profile=anchored", "NeurIPS 2024"):
         assert name in printed
     code, printed, _ = foogd("detectors")

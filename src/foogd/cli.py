@@ -39,7 +39,7 @@ from .data.readers import IMAGE_SUFFIXES, images_below
 from .detect import DETECTORS, Detector
 from .errors import InputError
 from .flower.options import on_flower
-from .methods import FOOGD, METHODS, AnchoredFOOGD, make_method, method_names
+from .methods import FOOGD, METHODS, AnchoredFOOGD, make_method, method_names, method_settings, shown_name
 from .methods.base import Method
 from .metrics import needed_for_tpr
 from .model import as_images, load
@@ -342,18 +342,26 @@ def methods(
         print("\n".join(method_names()))
         return
     grid = RichTable("name", "what it adds", "what travels in a round", "on Flower", "source", box=None, pad_edge=False)
-    for name in method_names():
-        built = make_method(name)
+    for name, built in listed_methods().items():
         grid.add_row(name, summary_of(name, built), built.travels, on_flower(built), built.paper)
     console.print(grid)
     console.print("\nAny method takes +foogd, and one that has the setting views takes +aug.", highlight=False)
+    console.print("+foogd is the paper's method; with --set profile=anchored it is a variant of ours.", highlight=False)
     owners: dict[str, type[Method]] = {**METHODS, "+foogd": FOOGD, "+foogd, profile=anchored": AnchoredFOOGD}
     for title, cls in owners.items():
         show_settings(f"{title} (--set key=value)", cls(), *([PROFILE] if cls is FOOGD else []))
 
 
+def listed_methods() -> dict[str, Method]:
+    """The methods by the names that people read; the anchored variant of FOOGD is one more."""
+    ours = make_method("fedavg+foogd", {"profile": "anchored"})
+    others = {name: make_method(name) for name in method_names()}
+    return others | {shown_name(method_settings(ours), "fedavg+foogd"): ours}
+
+
 def summary_of(name: str, built: Method) -> str:
     """One line about a method: the first of its class, and what a suffix makes of it."""
+    name = name.partition(" ")[0]
     if name.endswith("+aug"):
         return f"{name.removesuffix('+aug')} that sees the augmented images too"
     text = first_line(type(built))
