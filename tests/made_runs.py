@@ -29,6 +29,8 @@ def make_run(
 ) -> Path:  # fmt: skip
     """A finished run whose numbers follow from its method, seed and `good`; `done` rounds where it is not finished."""
     changes = {"method": method, "seed": seed, "device": "cpu", "clients": CLIENTS, "detectors": DETECTORS, **overrides}
+    if preset.startswith("cifar"):
+        changes = {"lr": 0.1, **changes}  # the printed rate, at every alpha
     config, built = resolve(read_preset(preset), changes)
     folder.mkdir(parents=True)
     settings = Run(folder, config, built).settings()

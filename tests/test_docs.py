@@ -18,6 +18,7 @@ from foogd import AnchoredFOOGD, InputError
 from foogd.report import Report
 from foogd.runs import read_rows
 from foogd.settings import read_preset, resolve
+from foogd.sweep import plan, read_sweep, sweep_names, training_time
 from made_runs import make_run
 
 ROOT = Path(__file__).parent.parent
@@ -47,6 +48,22 @@ def test_no_two_commands_of_the_guides_write_one_folder():
             folders.append(named.get("out") or named.get("method", "default"))
     assert len(folders) > 4
     assert len(set(folders)) == len(folders)
+
+
+def test_the_map_of_the_paper_has_every_sweep_that_repeats_a_part_of_it():
+    """Its first column, its numbers of runs and its hours are those of `foogd sweep --list` and `--plan`."""
+    lines = [line for line in (ROOT / "docs" / "paper.md").read_text().splitlines() if "`foogd sweep " in line]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+    expected = []
+    for name in sweep_names():
+        content = read_sweep(name)
+        if "paper" in content:
+            full, small = plan(name, content), plan(name, content, "small")
+            hours, minutes = training_time(full)[0] / 3600, training_time(small)[0] / 60
+            expected.append([content["paper"], f"`foogd sweep {name}`", str(len(full.points)), f"{hours:.1f}",
+                             str(len(small.points)), f"{minutes:.0f}"])  # fmt: skip
+    assert sorted(row[:6] for row in rows) == sorted(expected)
+    assert set(sweep_names()) - {row[1].split()[-1].rstrip("`") for row in rows} == {"demo"}
 
 
 def test_the_page_of_results_is_what_the_kept_rows_say():

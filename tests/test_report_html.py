@@ -468,7 +468,7 @@ def test_seeds_of_one_split_are_one_line_and_another_split_is_another_setting(tm
 def test_the_authors_shares_are_no_departure_from_the_paper_and_others_are():
     assert departures(settings_of("cifar10", method="fedavg", split_seed=21, proportions="authors")) == []
     given = settings_of("cifar10", method="fedavg", proportions="my.json")
-    assert departures(given) == ["proportions my.json instead of "]
+    assert departures(given) == ["proportions my.json instead of authors"]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -739,7 +739,7 @@ def test_what_is_no_run_is_named(tmp_path):
         ("cifar10", "fedavg+foogd", {"alpha": 0.1, "lambda_m": 0.0}, {"metric": "accuracy", "split": "in"}, 74.70),
         ("cifar10", "fedavg+foogd", {"alpha": 0.1, "train_base": False},
          {"metric": "fpr95", "split": "out", "dataset": "lsun_c", "detector": "score_norm"}, 51.27),
-        ("cifar10", "fedrod+foogd", {"alpha": 0.5},
+        ("cifar10", "fedrod", {"alpha": 0.5},
          {"metric": "auroc", "split": "out", "dataset": "lsun_c", "detector": "energy"}, 90.93),
         ("cifar10", "foster", {"alpha": 0.1},
          {"metric": "fpr95", "split": "out", "dataset": "svhn", "detector": "msp"}, 39.55),
@@ -781,7 +781,7 @@ def test_published_corruptions_and_methods_have_the_names_of_the_code():
 def settings_of(preset, **changes):
     from foogd.methods import method_settings
 
-    config, method = resolve(read_preset(preset), changes)
+    config, method = resolve(read_preset(preset), {"lr": 0.1, **changes})  # the printed rate
     return {**vars(config), **method_settings(method)}
 
 
@@ -800,6 +800,7 @@ def test_departures_name_what_differs_from_the_paper():
     assert departures(settings_of("cifar10", method="fedrod", eval_every=1, update_bound=0.0)) == []
     assert departures(settings_of("cifar10", method="fedrod", update_bound=5.0)) == ["update_bound 5 instead of auto"]
     assert departures(settings_of("cifar10", method="fedavg", rounds=4)) == ["rounds 4 instead of 100"]
+    assert departures(settings_of("cifar10", method="fedavg", lr=0.01)) == ["lr 0.01 instead of 0.1"]  # our tables'
     other = settings_of("cifar10", method="fedavg+foogd", lambda_m=0.3)
     assert departures(other) == ["lambda_m 0.3 instead of 0.5"]
     assert departures(settings_of("cifar10", method="fedavg+foogd", lambda_a=0.0)) == []  # an ablation of the paper
@@ -1380,6 +1381,20 @@ def test_figures_are_written_as_vector_and_picture(demo, tmp_path, monkeypatch):
             assert written[0][0].startswith(b"%PDF" if vector == "pdf" else b"<?xml")
             assert written[0][1].startswith(b"\x89PNG")
     assert names == ["training", "scores", "roc", "severity", "corruptions", "corruption-severity", "tsne"]
+
+
+def test_two_data_sets_with_corruptions_give_one_picture_of_their_averages(tmp_path):
+    for data in ("cifar10", "cifar100"):
+        for method in ("fedavg", "fedrod"):
+            make_run(tmp_path / f"{data}-{method}", method, preset=data, corruptions=["fog", "snow"], samples=False)
+    figures = dict(all_figures(collect(find_runs([tmp_path])), maps=0))
+    panels = figures["corruptions-average"].axes
+    assert [panel.get_title() for panel in panels] == ["data = cifar10", "data = cifar100"]
+    scene = collect(find_runs([tmp_path])).scenes[0]
+    fedavg = scene.report.rows_of("fedavg", "accuracy", "in-c")
+    assert panels[0].patches[0].get_width() == pytest.approx(100 * np.mean([row.value for row in fedavg]))
+    one = collect([tmp_path / "cifar10-fedavg", tmp_path / "cifar10-fedrod"])
+    assert "corruptions-average" not in dict(all_figures(one, maps=0))
 
 
 def test_names_of_files_stay_short_and_apart():

@@ -17,7 +17,18 @@ from foogd.errors import InputError
 from foogd.evaluate import Row
 from foogd.report import Table
 from foogd.runs import Run, check_together, load_values, make_federation, read_rows, write_atomic
-from foogd.sweep import SCALES, plan, read_sweep, sweep_names, sweep_reports, sweep_tables, tables_text, with_data
+from foogd.sweep import (
+    SCALES,
+    plan,
+    rate_note,
+    read_sweep,
+    sweep_names,
+    sweep_reports,
+    sweep_tables,
+    tables_text,
+    training_time,
+    with_data,
+)
 
 METHODS = {
     "fedavg", "fedln", "fedatol", "fedt3a", "fediir", "fedavg+foogd", "fedrod", "foster", "fedthe", "fedicon",
@@ -145,6 +156,15 @@ def test_scales_cut_seeds_and_alphas_but_not_what_the_sweep_is_about():
         ('base = "preset.toml"\nsections = 3', ["sections = 3", "list"]),
         ('base = "preset.toml"\nsections = "alpha"', ["sections = 'alpha'", "list"]),
         ('base = "preset.toml"\nsections = ["alhpa"]', ["'alhpa'", "did you mean 'alpha'?"]),
+        ('base = "preset.toml"\npaper = 3', ["paper = 3", "text"]),
+        ('base = "preset.toml"\nwhere = 3', ["where = 3", "[[where]]"]),
+        ('base = "preset.toml"\nwhere = [3]', ["where = 3", "value of a list"]),
+        ('base = "preset.toml"\n[grid]\nseed = [1]\n[[where]]\nset = { lr = 1.0 }', ["value of a list"]),
+        ('base = "preset.toml"\n[grid]\nseed = [1]\n[[where]]\nseed = 2\nset = { lr = 1.0 }', ["seed = 2", "none of"]),
+        (
+            'base = "preset.toml"\n[grid]\nseed = [1]\nlr = [0.1]\n[[where]]\nseed = 1\nset = { lr = 1.0 }',
+            ["[[where]] that sets lr", "a list"],
+        ),
         # settings
         ('base = "preset.toml"\n[set]\nruonds = 3', ["'ruonds'", "did you mean 'rounds'?"]),
         ('base = "preset.toml"\n[set.foogdd]\nlambda_m = 0', ["[foogdd]", "[foogd]"]),
@@ -409,6 +429,7 @@ def test_the_plan_and_the_list(foogd):
     code, printed, _ = foogd("sweep", "--list")
     assert code == 0
     assert all(name in printed for name in sweep_names())
+    assert "Table 1 (15)" in printed
 
 
 # Data of a scale
@@ -445,10 +466,10 @@ def test_small_scales_take_samples_of_what_is_there_and_tiny_takes_embedded_imag
 def test_embedded_images_take_the_place_of_what_is_missing_alone(here):
     some_images().save("data/svhn.npz")
     found = with_its_data(plan("cifar10", read_sweep("cifar10"), "tiny"), Path("o"))
-    assert found.missing == ("cifar10", "lsun_c", "textures", "isun")
+    assert found.missing == ("cifar10", "lsun_c", "lsun_r", "textures", "isun")
     assert found.title == (
         "CIFAR-10, Table 1 (tiny: data that are not here are replaced, cifar10 by embedded images; "
-        "OUT sets lsun_c, textures, isun by fashion_out and digits)"
+        "OUT sets lsun_c, lsun_r, textures, isun by fashion_out and digits)"
     )
     federation = make_federation(found.resolved(found.points[0], Path("o"))[0])
     names = [federation.name, *(test.name for test in federation.tests if test.split == "out")]
@@ -595,7 +616,81 @@ def test_the_sweeps_of_the_paper_have_its_values():
     assert values("clients", "clients") == {5, 10, 20, 50}
     assert values("pacs", "leave_out") == {"art_painting", "cartoon", "photo", "sketch"}
     for name in sweep_names():
-        assert values(name, "seed") == {0, 1, 2}
+        assert values(name, "seed") == ({0} if name == "figures" else {0, 1, 2})
+    assert values("detectors", "method") == {"fedrod", "fedrod+foogd"}
+    assert values("figures", "method") >= {"fedatol", "fedavg+foogd", "fedthe", "fedrod+foogd"}
+
+
+def test_the_tables_name_the_rate_of_each_alpha_and_the_ablations_start_from_a_run_of_the_same_one():
+    for name in ("cifar10", "cifar100", "ablation-cifar10", "ablation-cifar100", "detectors"):
+        found = plan(name, read_sweep(name))
+        rates = {(point.section, found.resolved(point, Path())[0].lr) for point in found.points}
+        assert rates == {
+            ("alpha = 0.1, lr = 0.01", 0.01),
+            ("alpha = 0.5, lr = 0.1", 0.1),
+            ("alpha = 5.0, lr = 0.1", 0.1),
+        }
+    for name in ("other-out", "clients", "lambda-m", "lambda-a", "corruptions-cifar10", "corruptions-cifar100"):
+        assert {"alpha": 0.1, "lr": 0.01}.items() <= read_sweep(name)["set"].items()
+    assert read_sweep("figures")["set"].items() >= {"alpha": 5.0, "lr": 0.1}.items()
+
+
+def test_what_is_set_at_a_value_of_a_list_stands_in_the_run_and_gives_way_to_an_override():
+    text = SWEEP.replace("[grid]", "[[where]]\nalpha = 5.0\nset = { lr = 0.02, rounds = 3 }\n[grid]")
+    found = read(text)
+    settings = [found.resolved(point, Path("o"))[0] for point in found.points]
+    assert {(one.alpha, one.lr, one.rounds) for one in settings} == {(0.5, 0.05, 2), (5.0, 0.02, 3)}
+    assert {point.label for point in found.points} == {
+        "plain", "fixed", "plain, lr=0.02, rounds=3", "fixed, lr=0.02, rounds=3"
+    }  # fmt: skip
+    assert found.points[-1].start == "plain-lr=0.02-rounds=3-alpha=5.0-seed=0"
+    other = plan("other", read_sweep("other.toml"), overrides={"lr": 0.3})
+    assert {other.resolved(point, Path("o"))[0].lr for point in other.points} == {0.3}
+
+
+def test_whoever_sets_alpha_alone_is_told_that_the_rate_stays():
+    assert rate_note("cifar10", {"alpha": 5.0}) == (
+        "alpha is 5.0 and lr stays 0.01; the tables use 0.1 there: --set lr=0.1"
+    )
+    assert rate_note("cifar100", {"alpha": 1.0}).endswith("; the tables use 0.01 at 0.1, 0.1 at 0.5, 0.1 at 5.0")
+    for preset, named in (
+        ("cifar10", {}), ("cifar10", {"alpha": 0.1}), ("cifar10", {"alpha": 5.0, "lr": 0.01}), ("demo", {"alpha": 5.0}),
+        ("tinyimagenet", {"alpha": 5.0}), ("mine.toml", {"alpha": 5.0}),
+    ):  # fmt: skip
+        assert rate_note(preset, named) == ""
+
+
+@pytest.mark.parametrize(
+    "words", [["run", "cifar10", "--set", "alpha=5.0"], ["demo", "--preset", "cifar10", "--set", "alpha=5.0"]]
+)
+def test_the_commands_tell_it_before_they_train(foogd, words):
+    code, _, said = foogd(*words, "--out", "o", "--set", "data_root=nowhere")
+    assert code == 2
+    assert said.count("alpha is 5.0 and lr stays 0.01; the tables use 0.1 there: --set lr=0.1") == 1
+
+
+def test_a_sweep_tells_it_once_where_alpha_is_in_its_list(foogd):
+    Path("other.toml").write_text('base = "cifar10"\n[grid]\nalpha = [0.1, 5.0]\nseed = [0, 1]')
+    code, _, said = foogd("sweep", "other.toml", "--plan")
+    assert code == 0
+    assert said.count("alpha is 5.0 and lr stays 0.01") == said.count("lr stays") == 1
+    _, _, said = foogd("sweep", "cifar10", "--plan", "--set", "alpha=5.0")  # its own table has the rate
+    assert "lr stays" not in said
+
+
+def test_the_time_of_a_sweep_grows_with_its_runs_and_is_not_guessed_where_nothing_was_measured():
+    def time(scale="full", **overrides):
+        return training_time(plan("cifar10", read_sweep("cifar10"), scale, overrides))
+
+    seconds, where = time(seed=0, alpha=5.0, method="fedavg")
+    assert (seconds, where) == (pytest.approx(625), "one GPU like an H200")  # 6.25 s a round, as in results/
+    assert time(seed=0, alpha=5.0, method="fedavg", rounds=10)[0] == pytest.approx(seconds / 10)
+    assert time(seed=0, alpha=5.0, method="fedavg+foogd")[0] == pytest.approx(2 * seconds)
+    assert time()[0] > 99 * seconds
+    assert time("small")[1] == "two cores"
+    assert time("tiny") is None
+    assert time(backbone="resnet18-gn") is None
+    assert training_time(plan("demo", read_sweep("demo"))) is None
 
 
 def test_other_out_sets_detectors_and_corruptions_are_those_of_the_paper():
@@ -607,6 +702,10 @@ def test_other_out_sets_detectors_and_corruptions_are_those_of_the_paper():
     assert "lsun_c" in config("cifar10").out
     assert set(config("detectors").detectors) == set(DETECTORS)
     assert len(config("corruptions-cifar10").corruptions) == 19
+    assert len(config("tinyimagenet").corruptions) == 15
+    assert config("tinyimagenet").constants == "tiny"
+    extra = {"gaussian_blur", "saturate", "spatter", "speckle_noise"}
+    assert set(config("corruptions-cifar10").corruptions) - set(config("tinyimagenet").corruptions) == extra
 
 
 def test_the_ablations_differ_from_the_whole_in_one_setting():
@@ -626,7 +725,7 @@ def test_the_ablations_differ_from_the_whole_in_one_setting():
         "FedAvg+FOOGD": {},
     }
     starts = {point.label: point.start for point in found.points if point.start}
-    assert starts == {"fixed backbone": "FedAvg-alpha=5.0-seed=2"}
+    assert starts == {"fixed backbone": "FedAvg-alpha=5.0__lr=0.1-seed=2"}
 
 
 @pytest.mark.parametrize("name", sweep_names())

@@ -50,6 +50,7 @@ from .runs import CONFIG, Run, environment, read_rows, skipped_sentence, write_a
 from .settings import PROFILE, parse_assignments, read_preset, read_run_config, resolve
 from .simulate import RoundResult
 from .study import Evaluating, Progressed, train_all
+from .sweep import rate_note
 from .trackers import check_tracker, tracked
 
 UsageError: Any = typer.BadParameter.__base__  # typer has no public name for it
@@ -102,6 +103,7 @@ def run(
     overrides = parse_assignments([*(settings or []), *([] if seed is None else [f"seed={seed}"])])
     overrides |= {key: value for key, value in named.items() if value is not None}
     config, built = resolve(read_preset(preset), overrides)
+    remark(rate_note(preset, overrides))
     folder = out or Path("runs") / f"{config.method.replace('/', '_')}-{config.seed}"
     note = "" if folder.exists() else decode(config)
     this = open_or_create(folder, config, built) if resume else Run.create(folder, config, built)
@@ -187,6 +189,7 @@ def demo(
             overrides = {**parse_assignments(settings or []), "method": name, "seed": number}
             found[out / f"{name.replace('/', '_')}-{number}"] = resolve(read_preset(preset), overrides)
     # All settings are read before the first folder is made.
+    remark(rate_note(preset, parse_assignments(settings or [])))
     new = [config for folder, (config, _) in found.items() if not folder.exists()]
     note = decode(new[0]) if new else ""  # all runs have the same data
     runs = {folder: open_or_create(folder, *both) for folder, both in found.items()}

@@ -31,12 +31,14 @@ from .sweep import (
     TABLE,
     Plan,
     plan,
+    rate_note,
     read_sweep,
     shortened,
     sweep_names,
     sweep_reports,
     sweep_tables,
     tables_text,
+    training_time,
     with_data,
 )
 from .trackers import check_tracker
@@ -70,7 +72,8 @@ def sweep(
         raise InputError("name a sweep: foogd sweep --list shows them, or give a TOML file")
     title = Path(name).stem if name.endswith(".toml") else name
     beside = Path(name).parent if name.endswith(".toml") else None
-    this = plan(title, read_sweep(name), scale, parse_assignments(settings or []), beside=beside)
+    content, overrides = read_sweep(name), parse_assignments(settings or [])
+    this = plan(title, content, scale, overrides, beside=beside)
     folder = out or Path("runs") / (this.name if scale == "full" else f"{this.name}-{scale}")
     side_by_side = whole_number("--workers", workers, 0)
     check_tracker(tracker)
@@ -79,9 +82,13 @@ def sweep(
     # full paths, so that the same sweep is found again from anywhere.
     place = folder.resolve()
     found = resolve_all(this, place)
+    named = {**content.get("set", {}), **overrides}
+    remark(*(rate_note(content["base"], {**named, **point.settings}) for point in this.points))
     if planned:
         for point in this.points:
             say(f"{point.name}" + (f", after {point.start}" if point.start else ""))
+        if (guess := training_time(this)) is not None:
+            say(f"About {duration(guess[0])} of training on {guess[1]}; tests are not counted (docs/paper.md).")
         return
     for point in this.points:
         with this.naming(point):
@@ -178,11 +185,12 @@ def compare(
 
 
 def show_sweeps() -> None:
-    """The sweeps of the package, with what each is and how many runs it has."""
-    grid = RichTable("name", "runs", "what it is", box=None, pad_edge=False)
+    """The sweeps of the package, with what of the paper each repeats and how many runs it has."""
+    grid = RichTable("in the paper", "name", "runs", "what it is", box=None, pad_edge=False)
     for name in sweep_names():
         content = read_sweep(name)
-        grid.add_row(name, str(len(plan(name, content).points)), escape(content.get("about", "")))
+        words = (content.get("paper", "–"), name, str(len(plan(name, content).points)), content.get("about", ""))
+        grid.add_row(*map(escape, words))
     console.print(grid, highlight=False)
     say("\nTry one in about a minute: foogd sweep NAME --scale tiny")
 

@@ -6,6 +6,7 @@ import hashlib
 import io
 import math
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,6 +107,10 @@ def all_figures(
         ("corruptions", corruptions_figure),
         ("corruption-severity", heat_figure),
     )
+    with rc_context(STYLE):
+        averages = averages_figure(collection)
+    if averages is not None:
+        yield "corruptions-average", averages
     for scene in collection.scenes:
         suffix = f"-{file_name(scene.title)}" if several else ""
         for name, make in makers:
@@ -227,7 +232,7 @@ def corruptions_figure(scene: Scene) -> Figure | None:
     """Accuracy on each corruption and their average, a mark a method."""
     from matplotlib.figure import Figure
 
-    from .curves import corruption_values, shifts
+    from .curves import shifts
     from .findings import spoken
 
     kinds = shifts(scene)
@@ -237,7 +242,7 @@ def corruptions_figure(scene: Scene) -> Figure | None:
     axes = figure.subplots()
     average = len(kinds) + 0.4
     for number, group in enumerate(scene.groups):
-        means = [100 * float(np.mean(corruption_values(scene, group.label, kind) or [math.nan])) for kind in kinds]
+        means = _by_corruption(scene, group.label, kinds)
         values = [*means, float(np.nanmean(means))]
         turn = number + number // len(COLOURS)
         axes.scatter(
@@ -249,6 +254,32 @@ def corruptions_figure(scene: Scene) -> Figure | None:
     axes.invert_yaxis()
     axes.set_xlabel("accuracy, mean over severities, %")
     _legend(figure, [axes])
+    return figure
+
+
+def _by_corruption(scene: Scene, method: str, kinds: Sequence[str]) -> list[float]:
+    from .curves import corruption_values
+
+    return [100 * float(np.mean(corruption_values(scene, method, kind) or [math.nan])) for kind in kinds]
+
+
+def averages_figure(collection: Collection) -> Figure | None:
+    """The average over corruptions, a panel a scene and a bar a method, where several scenes have corruptions."""
+    from .curves import shifts
+
+    scenes = [scene for scene in collection.scenes if len(shifts(scene)) > 1]
+    if len(scenes) < 2:
+        return None
+    figure, axes = _panels(len(scenes), (3.4, 0.7 + 0.22 * max(len(scene.groups) for scene in scenes)))
+    for one, scene in zip(axes, scenes, strict=True):
+        kinds = shifts(scene)
+        values = [float(np.nanmean(_by_corruption(scene, group.label, kinds))) for group in scene.groups]
+        bars = one.barh(range(len(values)), values, color=COLOURS[0], height=0.7)
+        one.bar_label(bars, fmt="%.1f", padding=2, fontsize=7.5)
+        one.set_yticks(range(len(values)), [group.label for group in scene.groups])
+        one.invert_yaxis()
+        one.set_title(textwrap.fill(scene.title, 40))
+        one.set_xlabel(f"accuracy, mean over {len(kinds)} kinds of IN-C, %")
     return figure
 
 

@@ -2,12 +2,16 @@
 
     title = "…"                    # of the tables
     about = "…"                    # one line for `foogd sweep --list`
+    paper = "Table 1"              # optional: which table or figure of the paper it repeats
     base = "cifar10"               # a preset, or a TOML file beside this one
     sections = ["alpha"]           # one table for each value of these; all other settings stand in the lines of a table
     [set]                          # settings of every run; tables [set.foogd], … as in a preset
     [grid]                         # lists of values; every combination is one run
     method = ["fedavg", "fedavg+foogd"]
     seed = [0, 1, 2]
+    [[where]]                      # optional: what else is set at some value of a list
+    alpha = 0.1
+    set = { lr = 0.01 }
     [[variants]]                   # optional: named settings, each combined with the whole grid
     name = "fixed backbone"
     start = "FedAvg"               # begins with the trained weights of that variant at the same point of the grid
@@ -46,7 +50,7 @@ from .runs import read_json, read_rows, write_atomic
 from .settings import TABLES, near, parse_toml, read_preset, resolve
 
 RUNS, DATA, TABLE, FAILURES = "runs", "data", "table.md", "failures.txt"
-_KEYS = {"title", "about", "base", "sections", "set", "grid", "variants", "tiny", "small"}
+_KEYS = {"title", "about", "paper", "base", "sections", "set", "grid", "where", "variants", "tiny", "small"}
 _VARIANT_KEYS = {"name", "start", "grid"}
 _SCALE_KEYS = {"set", "grid"}
 # In the place of data that are missing: the embedded images, and for PACS four looks of them, one a domain.
@@ -192,13 +196,27 @@ def read_sweep(name: str) -> dict[str, Any]:
     return content
 
 
+def rate_note(preset: str, named: Mapping[str, Any]) -> str:
+    """A sentence where somebody named an alpha and no rate, and the tables of this preset have another rate there."""
+    if "alpha" not in named or "lr" in named or preset not in sweep_names():
+        return ""
+    rates = {rule["alpha"]: rule["set"]["lr"] for rule in read_sweep(preset).get("where", ())}
+    alpha, lr = named["alpha"], read_preset(preset)["lr"]
+    if not rates or rates.get(alpha) == lr:
+        return ""
+    there = f"{rates[alpha]} there: --set lr={rates[alpha]}" if alpha in rates else ", ".join(
+        f"{rate} at {other}" for other, rate in rates.items()
+    )  # fmt: skip
+    return f"alpha is {alpha} and lr stays {lr}; the tables use {there}"
+
+
 def _check(content: Mapping[str, Any], name: str) -> None:
     unknown = [key for key in content if key not in _KEYS]
     if unknown:
         raise InputError(f"{name} has {unknown[0]!r}, which no sweep has: use {', '.join(sorted(_KEYS))}")
     if "base" not in content:
         raise InputError(f"{name} has no base: name a preset, as in base = \"cifar10\"")
-    for key in ("base", "title", "about"):
+    for key in ("base", "title", "about", "paper"):
         _need(name, content, key, str, "text")
     _need(name, content, "set", dict, "a table of settings, as in [set]")
     _check_grid(name, content)
@@ -220,6 +238,7 @@ def _check(content: Mapping[str, Any], name: str) -> None:
         _need(where, content[scale], "set", dict, f"a table of settings, as in [{scale}.set]")
         _check_grid(where, content[scale])
     _check_sections(name, content)
+    _check_where(name, content)
 
 
 def _need(where: str, table: Mapping[str, Any], key: str, kind: type, allowed: str) -> None:
@@ -232,6 +251,25 @@ def _check_grid(where: str, table: Mapping[str, Any]) -> None:
     for axis, values in table.get("grid", {}).items():
         if not isinstance(values, list) or not values:
             raise InputError(f"{where} has {axis} = {values!r} in a grid: a list of values is needed")
+
+
+def _check_where(name: str, content: Mapping[str, Any]) -> None:
+    """Each [[where]] has settings, and values that are in the lists of the sweep."""
+    _need(name, content, "where", list, "a list of tables, each as in [[where]]")
+    tables = [content, *content.get("variants", ()), *(content.get(scale, {}) for scale in SCALES)]
+    for rule in content.get("where", ()):
+        if not isinstance(rule, dict) or not isinstance(rule.get("set"), dict) or len(rule) < 2:
+            raise InputError(f"{name} has where = {rule!r}: it must have a value of a list and set = {{...}}")
+        for axis, value in _condition(rule).items():
+            if not any(value in table.get("grid", {}).get(axis, ()) for table in tables):
+                raise InputError(f"{name} has a [[where]] with {axis} = {value!r}, which is in none of its lists")
+        for key in rule["set"]:
+            if any(key in table.get("grid", {}) for table in tables):
+                raise InputError(f"{name} has a [[where]] that sets {key}, of which the sweep has a list")
+
+
+def _condition(rule: Mapping[str, Any]) -> dict[str, Any]:
+    return {axis: value for axis, value in rule.items() if axis != "set"}
 
 
 def _check_sections(name: str, content: Mapping[str, Any]) -> None:
@@ -273,6 +311,7 @@ def plan(
         base["clients"] = min(clients, how.clients)
     base = _merged(base, {key: value for key, value in (overrides or {}).items() if key not in grid})
     sections = content.get("sections", ["alpha"])
+    rules = content.get("where", ())
     variants = content.get("variants", [{"name": ""}])
     names = [variant["name"] for variant in variants]
     points: dict[str, Point] = {}
@@ -281,7 +320,7 @@ def plan(
         own_grid |= {key: [value] for key, value in (overrides or {}).items() if key in own_grid}
         own_grid = {axis: values[:1] if axis in cut else values for axis, values in own_grid.items()}
         fixed = {key: value for key, value in variant.items() if key not in _VARIANT_KEYS}
-        for key in (*own_grid, *(overrides or {})):
+        for key in (*own_grid, *(overrides or {}), *(key for rule in rules for key in rule["set"])):
             if key in fixed:
                 raise InputError(f"sweep {name}: variant {variant['name']!r} sets {key}, and so does something else")
         if "start" in variant and variant["start"] not in names:
@@ -289,6 +328,9 @@ def plan(
                              f"{', '.join(names)}")  # fmt: skip
         for values in itertools.product(*own_grid.values()):
             at = dict(zip(own_grid, values, strict=True))
+            for rule in rules:
+                if _condition(rule).items() <= at.items():
+                    at |= {key: (overrides or {}).get(key, value) for key, value in rule["set"].items()}
             point = _point(variant["name"], {**at, **fixed}, at, sections)
             if variant.get("start"):
                 point = replace(point, start=_point(variant["start"], at, at, sections).name)
@@ -427,6 +469,28 @@ def _check_origin(place: Path, spec: str, root: str | None) -> None:
         sampled = f"a sample of {spec} in {before}, and data_root is {root} now"
         what = sampled if before else f"embedded images in the place of {spec}, which is in {root} now"
         raise InputError(f"{place} has {what}; choose another --out")
+
+
+# Time
+
+# Backbone → seconds of FedAvg for an image of an epoch, what each further pass of a method's `effort` adds to them, and
+# the size of those images: the kept runs that docs/paper.md names, on one H200 and, of the small CNN, on one core.
+COST = {"wrn40-2": (25e-6, 0.4, 32), "resnet18": (25e-6, 0.5, 64), "cnn": (146e-6, 1.3, 32)}
+# Data → training images, of PACS without the domain that is left out, and their size.
+IMAGES = {"cifar10": (50_000, 32), "cifar100": (50_000, 32), "tinyimagenet": (100_000, 64), "pacs": (6_700, 64)}
+
+
+def training_time(plan: Plan) -> tuple[float, str] | None:
+    """About how many seconds the training of a sweep takes, and on what; None where nothing like it was measured."""
+    how, seconds, places = SCALES[plan.scale], 0.0, set()
+    for config, method in (plan.resolved(point, Path()) for point in plan.points):
+        if how.replaces or config.backbone not in COST or config.data not in IMAGES:
+            return None
+        (once, further, size), (images, px) = COST[config.backbone], IMAGES[config.data]
+        times = config.rounds * config.local_epochs * min(images, how.train or images) * (px / size) ** 2
+        seconds += times * once * (1 + further * (method.effort - 1))
+        places.add("two cores" if config.backbone == "cnn" else "one GPU like an H200")
+    return (seconds / 2 if places == {"two cores"} else seconds), " and ".join(sorted(places))
 
 
 # Tables
