@@ -223,7 +223,7 @@ def test_the_same_command_gives_the_same_bytes_and_another_seed_does_not(run):
 
 
 def test_the_configuration_in_a_run_folder_repeats_the_run(run, foogd):
-    one = run("a", "fedrod+foogd", "--set", "profile=paper", "--set", "lambda_a=0.125", "--seed", "3")
+    one = run("a", "fedrod+foogd", "--set", "profile=anchored", "--set", "lambda_a=0.125", "--seed", "3")
     assert foogd("run", "a/config.toml", "--out", "b")[0] == 0
     for name in ("rows.jsonl", "config.toml"):
         assert (one / name).read_bytes() == (Path("b") / name).read_bytes()
@@ -232,20 +232,20 @@ def test_the_configuration_in_a_run_folder_repeats_the_run(run, foogd):
 
 def test_without_weight_on_originals_foogd_is_its_base_method_bit_for_bit(run):
     plain = run("plain")
-    neutral = run("neutral", "fedavg+foogd", "--set", "lambda_a=0", "--set", "ce_on=ori")
+    neutral = run("neutral", "fedavg+foogd", "--set", "lambda_a=0")
     assert_equal(base_values(plain), base_values(neutral))
 
 
 def test_without_weight_on_both_views_foogd_is_the_augmented_base_method_bit_for_bit(run):
     plain, augmented = run("plain"), run("augmented", "fedavg+aug")
-    neutral = run("neutral", "fedavg+foogd", "--set", "lambda_a=0")
+    neutral = run("neutral", "fedavg+foogd", "--set", "lambda_a=0", "--set", "ce_on=both")
     assert_equal(base_values(augmented), base_values(neutral))
     assert not torch.equal(base_values(plain)["head.weight"], base_values(neutral)["head.weight"])
 
 
 def test_with_weight_foogd_is_not_its_base_method(run):
-    augmented, aligned = run("augmented", "fedavg+aug"), run("aligned", "fedavg+foogd")
-    assert not torch.equal(base_values(augmented)["head.weight"], base_values(aligned)["head.weight"])
+    plain, aligned = run("plain"), run("aligned", "fedavg+foogd")
+    assert not torch.equal(base_values(plain)["head.weight"], base_values(aligned)["head.weight"])
 
 
 def test_a_frozen_start_stays_as_it_was_while_the_score_network_learns(run):
@@ -296,6 +296,35 @@ def test_a_start_brings_the_private_heads_along(run):
     ]
     assert accuracy[0] == accuracy[1]
     assert load_private_values(run("plain", "fedavg")) == []
+
+
+def test_numbers_of_the_anchored_variant_bear_its_name_and_rows_the_method_s(foogd):
+    name = "fedavg+foogd (anchored, not in the paper)"
+    small = ["--set", "profile=anchored", "--set", "rounds=1", "--set", "clients=2"]
+    code, printed, _ = foogd("run", "tiny.toml", "--method", "fedavg+foogd", "--out", "a", *small)
+    assert code == 0
+    rounds, tables = printed.split("\n", 1)
+    assert rounds.startswith(f"{name} seed 0: round 1/1")
+    summary = Path("a/summary.md").read_text()
+    assert summary.startswith(f"# {name}, seed 0\n")
+    lines = [line for line in summary.splitlines() if line.startswith("| fedavg")]
+    assert lines
+    assert all(line.startswith(f"| {name} |") for line in lines)
+    for text in (tables, foogd("evaluate", "a")[1]):  # on the screen what is in brackets stands in a second line
+        lines = [line.split("│")[1].strip() for line in text.splitlines() if line.startswith("│")]
+        assert len(lines) > 4
+        assert lines == [*name.replace(" (", "|(").split("|")] * (len(lines) // 2)
+    assert {row.method for row in read_rows(Path("a"))} == {"fedavg+foogd"}
+    code, printed, _ = foogd("evaluate", "a", "--set", "out=digits", "--out", "b")
+    assert (code, "│ (anchored, not in the paper) │" in printed) == (0, True)
+
+
+def test_the_demo_s_tables_name_the_anchored_variant_and_no_other_method(foogd):
+    words = ["--preset", "tiny.toml", "--methods", "fedavg,fedavg+foogd", "--workers", "1", "--out", "d"]
+    Path("tiny.toml").write_text(f'{TINY}profile = "anchored"\n')
+    assert foogd("demo", *words, "--set", "rounds=1")[0] == 0
+    lines = [line for line in Path("d/table.md").read_text().splitlines() if line.startswith("| fedavg")]
+    assert {line.split(" | ")[0] for line in lines} == {"| fedavg", "| fedavg+foogd (anchored, not in the paper)"}
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -485,7 +514,10 @@ def test_names_alone_are_for_scripts(foogd):
 def test_lists_name_everything(foogd):
     code, printed, _ = foogd("methods")
     assert code == 0
-    for name in (*method_names(), "lambda_a", "prior_smoothing", "profile", "NeurIPS 2024"):
+    [ours] = [line for line in printed.splitlines() if line.startswith("fedavg+foogd (anchored, not")]
+    assert "ours, after Liao et al." in ours
+    assert "sums over each class's" in printed
+    for name in (*method_names(), "lambda_a", "prior_smoothing", "profile", "profile=anchored", "NeurIPS 2024"):
         assert name in printed
     code, printed, _ = foogd("detectors")
     assert code == 0
@@ -507,13 +539,16 @@ def test_every_setting_of_a_run_is_listed_once_with_what_it_may_be(foogd):
 
 
 def test_settings_are_listed_by_name_those_of_methods_too(foogd):
-    code, printed, _ = foogd("settings", "lr", "profile", "lambda_m", "views")
+    code, printed, _ = foogd("settings", "lr", "profile", "lambda_m", "views", "whiten")
     assert code == 0
     first = [line.split()[0] for line in printed.splitlines() if line.strip()]
     assert {"Training", "lr", "lambda_m", "profile", "views"} <= set(first)
     assert not {"momentum", "lambda_a", "Clients"} & set(first)
     assert "Of +foogd" in printed
-    assert "'fixed', 'paper', 'released'" in printed
+    assert "'published', 'anchored'" in printed
+    of_anchored = printed.partition("Of +foogd with profile=anchored")[2]
+    assert "whiten" in of_anchored
+    assert "whiten" not in printed.removesuffix(of_anchored)
 
 
 def test_defaults_are_listed_as_a_file_takes_them():
@@ -586,9 +621,16 @@ FOOGD = (*TRY[:-1], "fedavg+foogd")
         ([*TRY, "--seed", "first"], ["seed = 'first'", "a whole number"]),
         ([*TRY, "--device", "gpu"], ["'gpu'", "'cuda'"]),
         ([*TRY, "--device", "cuda"], ["'cuda'", "no GPU", "cpu"]),
-        ([*TRY, "--set", "profile=paper"], ["profile", "fedavg", "+foogd"]),
-        ([*FOOGD, "--set", "profile=fast"], ["'fast'", "'paper'"]),
-        ([*FOOGD, "--set", "mmd_kernels=3"], ["mmd_kernels = 3", "1, 2"]),
+        ([*TRY, "--set", "profile=anchored"], ["profile", "fedavg", "+foogd"]),
+        ([*FOOGD, "--set", "profile=fast"], ["'fast'", "'published', 'anchored'"]),
+        ([*FOOGD, "--set", "profile=fixed"], ["'published', 'anchored'", "'fixed' is called 'anchored' now"]),
+        ([*FOOGD, "--set", "profile=paper"], ["'published', 'anchored'", "'paper' is gone"]),
+        ([*FOOGD, "--set", "profile=released"], ["'published', 'anchored'", "'released' is gone"]),
+        ([*FOOGD, "--set", "whiten=0.1"], ["whiten", "profile = 'anchored'"]),
+        ([*FOOGD, "--set", "profile=published", "--set", "score_net=anchored"], ["score_net", "profile = 'anchored'"]),
+        ([*FOOGD, "--set", "score_net=mlp"], ["score_net = 'mlp'", "not possible any more"]),
+        ([*FOOGD, "--set", "profile=anchored", "--set", "ksd_log=false"], ["ksd_log = False", "not possible any more"]),
+        ([*FOOGD, "--set", "weighting=batches"], ["weighting = 'batches'", "not possible any more"]),
         ([*FOOGD, "--set", "score_width=1000000000000000"], ["not enough memory"]),
         # data, corruptions, detectors, backbones
         ([*TRY, "--data", "mnist"], ["'mnist'", "fashion"]),
@@ -807,7 +849,7 @@ def test_a_run_folder_that_exists_is_not_touched(refused, finished):
         (["--method", "fedavg"], "method is 'fedavg+foogd' there and 'fedavg' here"),
         (["--method", "fedavg+foogd", "--seed", "1"], "seed is 0 there and 1 here"),
         (["--method", "fedavg+foogd", "--set", "rounds=3"], "rounds is 2 there and 3 here"),
-        (["--method", "fedavg+foogd", "--set", "sigma=0.2"], "sigma is 0.4 there and 0.2 here"),
+        (["--method", "fedavg+foogd", "--set", "sigma=0.2"], "sigma is 0.5 there and 0.2 here"),
     ],
 )
 def test_resume_with_another_configuration_is_refused(refused, finished, words, difference):

@@ -85,7 +85,7 @@ def test_the_network_really_cannot_be_used():
 CORE = """
 import torch
 import foogd
-from foogd import FOOGD, Config, FedAvg, FedRoD, evaluate, simulate
+from foogd import FOOGD, AnchoredFOOGD, Config, FedAvg, FedRoD, evaluate, simulate
 from foogd.data.corrupt import CORRUPTIONS, corrupt
 from foogd.data.partition import by_domain, dirichlet, pathological
 from foogd.data.synthetic import tiny_federation
@@ -98,12 +98,14 @@ from foogd.testing import check_detector
 torch.set_num_threads(1)
 federation = tiny_federation()
 config = Config(rounds=1, batch_size=16, device="cpu")
-for method in (FOOGD(FedRoD()), FedAvg(views=2)):
+for method in (FOOGD(FedRoD()), AnchoredFOOGD(), FedAvg(views=2)):
     engine = EagerEngine(method, federation, config)
     [result] = simulate(method, federation, config, engine)
     assert not result.refused
     rows = evaluate(engine, result.state, DETECTORS, method="m")
-    wanted = {name for name, detector in DETECTORS.items() if isinstance(method, FOOGD) or not detector.needs_score}
+    wanted = {name for name, detector in DETECTORS.items() if detector.applies(method.readout(engine.nets()))}
+    assert isinstance(method, FedAvg) == ("score_norm" not in wanted)
+    assert isinstance(method, AnchoredFOOGD) == ("score_own" in wanted)  # which asks for Gaussians of classes
     assert {row.detector for row in rows} == {None, *wanted}
     assert "ACC-IN" in Report.of(rows).headline().markdown()
 for detector in DETECTORS.values():

@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from foogd import InputError
+from foogd import AnchoredFOOGD, InputError
 from foogd.report import Report
 from foogd.runs import read_rows
 from foogd.settings import read_preset, resolve
@@ -90,11 +90,12 @@ def test_every_kept_run_has_its_rows_and_its_settings_and_can_be_repeated(tmp_pa
             assert run.made["seconds"] > 0
             (tmp_path / "my.toml").write_text(kept.config(place.stem, name))
             again = partial(resolve, read_preset(str(tmp_path / "my.toml")), {"data_root": "DATA"})  # as foogd run does
-            if name.endswith("score-net-span"):  # by the commit that it names
-                with pytest.raises(InputError, match="score_net = 'span' is not allowed"):
+            if run.settings.get("score_net") in ("mlp", "span"):
+                with pytest.raises(InputError, match=r"score_net = '.*' is not possible any more: .* at the commit"):
                     again()
             else:
-                again()
+                method = again()[1]
+                assert not name.startswith("fedavg+foogd") or isinstance(method, AnchoredFOOGD)
 
 
 @pytest.fixture
@@ -166,22 +167,37 @@ def test_tables_of_results_hold_the_paper_and_means_without_the_set_that_setting
         (found,) = [line for line in kept.section(kept.Sweep.read(sweep)).splitlines() if line.startswith(start)]
         return [cell.strip() for cell in found.split("|")[1:-1]]
 
-    heads = "| method | ACC-IN |"
+    heads, ours = "| method | ACC-IN |", "fedavg+foogd (anchored, not in the paper)"
     run = kept.Sweep.read("cifar100").runs["cifar100-fedavg+foogd-0.1-s21"]
     values = {key[2]: float(value) for key, value in run.values.items() if key[0::5] == ("weighted", "energy")
               and key[-1] == "auroc"}  # fmt: skip
     four = fmean(values[name] for name in ("LSUN-like crop", "Textures (10 classes)", "isun", "svhn"))
     assert len(values) == 5
-    cells = dict(zip(line("cifar100", heads), line("cifar100", "| fedavg+foogd |"), strict=True))
+    cells = dict(zip(line("cifar100", heads), line("cifar100", f"| {ours} |"), strict=True))
     assert cells["ACC-IN"] == "45.4 (53.8)"
     assert cells["AUROC LSUN-like crop"].endswith(" (91.4)")  # the paper's score norm on LSUN-C
     assert cells["energy"].startswith(f"{100 * four:.1f}, ")
-    cells = dict(zip(line("pacs", heads), line("pacs", "| fedavg+foogd |"), strict=True))
+    cells = dict(zip(line("pacs", heads), line("pacs", f"| {ours} |"), strict=True))
     assert cells["ACC-IN-C"] == "49.0 ± 2.1 (41.4)"
-    assert "(" not in "".join(line("pacs-small-cnn", "| fedavg+foogd |"))  # no net of the paper
+    assert "(" not in "".join(line("pacs-small-cnn", f"| {ours} |")[1:])  # no net of the paper
     assert line("cifar10-profiles", "| fedavg+foogd, paper sigma 0.1")[0].endswith(", stopped after round 23 of 25")
-    assert line("cifar10-ablations", "| fedavg+foogd, without sag |")[1] == "88.5 (87.9)"  # its own printed number
+    assert line("cifar10-ablations", f"| {ours}, without sag |")[1] == "88.5 (87.9)"  # its own printed number
     assert line("cifar10-corruptions", "| mean of 19 |")[1:] == ["59.6", "65.7", "65.6"]
+
+
+def test_the_page_of_results_names_every_kept_run_of_the_anchored_variant(kept, monkeypatch):
+    monkeypatch.setattr(kept, "RESULTS", ROOT / "results")
+    unnamed = set()
+    for place in sorted(kept.RESULTS.glob("*.toml")):
+        sweep = kept.Sweep.read(place.stem)
+        for name, run in sweep.runs.items():
+            named = "(anchored, not in the paper)" in sweep.label(name, run)
+            is_other = not run.settings["method"].endswith("+foogd") or run.settings["score_net"] != "anchored"
+            assert named != is_other, name
+            if run.settings["method"].endswith("+foogd") and is_other:
+                unnamed.add(name.removeprefix("fedavg+foogd-5.0-s21-"))
+    others = {"first", "fedavg+foogd-0.1-s21-first", "score-net-span", "paper", "paper-sigma-0.1", "released"}
+    assert unnamed == {*others, "released-common-optimiser"}
 
 
 def test_what_cannot_be_kept_is_said(kept, tmp_path):

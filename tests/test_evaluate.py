@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple, final
 import pytest
 import torch
 from sklearn.metrics import average_precision_score, roc_auc_score
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from foogd.config import Config
@@ -20,7 +20,9 @@ from foogd.detect import MSP, Detector, Energy, FunctionDetector, ScoreNorm
 from foogd.engine.eager import EagerEngine
 from foogd.engine.rng import generator
 from foogd.evaluate import Row, evaluate
-from foogd.methods import FOOGD, FedAvg, FedRoD, Method
+from foogd.methods import FOOGD, AnchoredFOOGD, FedAvg, FedRoD, Method
+from foogd.nets.anchored import AnchoredScore
+from foogd.nets.score import ScoreNet
 from foogd.simulate import RunState, initial_state, settled, simulate
 from foogd.types import Batch, Context, Nets, Output, Readout
 
@@ -165,6 +167,7 @@ def trained(name: str) -> tuple[EagerEngine, RunState]:
         "fedavg": FedAvg(),
         "fedrod": FedRoD(),
         "fedrod+foogd": FOOGD(FedRoD(), score_width=32, steps=3),
+        "anchored": AnchoredFOOGD(FedRoD(), score_width=32, steps=3),
         "private backbone": PrivateBackbone(),
         "private norm": PrivateNorm(),
     }
@@ -211,8 +214,19 @@ def nets_of(engine: EagerEngine, state: RunState, client: int) -> Nets:
     return nets
 
 
-def naive_score(score: nn.Module, z: Tensor) -> Tensor:
-    """FOOGD's score at the noise level of detection, image by image and class by class."""
+def naive_score(score: ScoreNet, z: Tensor) -> Tensor:
+    """FOOGD's score at the noise level of detection, image by image."""
+    sigma, found = 0.5, []
+    for row in z:
+        u = (row * (len(row) / (row**2).sum()) ** 0.5 - score.centre) / score.spread
+        size = (1 + sigma**2) ** 0.5
+        learnt = score.net(torch.cat([u / size, torch.full((1,), sigma).log()])[None])[0]
+        found.append(learnt / (sigma * size) - u / size**2)
+    return torch.stack(found)
+
+
+def naive_anchored_score(score: AnchoredScore, z: Tensor) -> Tensor:
+    """The anchored variant's score at the noise level of detection, image by image and class by class."""
     sigma, found = 0.4, []
     size = score.running_var.clamp(min=max(0.01 * float(score.running_var.mean()), 0.25)).sqrt()
     noise = sigma * torch.randn(8, z.shape[1], generator=torch.Generator().manual_seed(0))
@@ -260,7 +274,8 @@ def said(engine: EagerEngine, state: RunState, test: TestSet, client: int) -> Sa
         "energy": -torch.log(logits.double().exp().sum(1)),
     }
     if "score" in nets:
-        scores["score_norm"] = naive_score(nets["score"], z).norm(dim=1)
+        by_hand = naive_score if isinstance(nets["score"], ScoreNet) else naive_anchored_score
+        scores["score_norm"] = by_hand(nets["score"], z).norm(dim=1)
     return Said(logits.argmax(1) == y, generic.argmax(1) == y, scores)
 
 
@@ -363,7 +378,13 @@ def assert_same(rows: Found, wanted: Found) -> None:
 
 @pytest.mark.parametrize(
     ("name", "generic_rows"),
-    [("fedavg", False), ("fedrod+foogd", True), ("private backbone", False), ("private norm", False)],
+    [
+        ("fedavg", False),
+        ("fedrod+foogd", True),
+        ("anchored", True),
+        ("private backbone", False),
+        ("private norm", False),
+    ],
 )
 def test_every_row_agrees_with_a_naive_recomputation(name, generic_rows):
     engine, state = trained(name)

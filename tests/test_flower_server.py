@@ -703,7 +703,7 @@ def test_classes_are_found_by_their_names():
     ("settings", "sentence"),
     [
         ({"method": "fedatol", "generator": "central"}, "images of all clients"),
-        ({"partners": "all"}, "images of other clients"),
+        ({"partners": "all"}, "partners = 'all' is not possible any more"),
         ({"clients": 0}, "how many nodes"),
         ({"min_updates": 4}, "more than the 3 clients"),
         ({"aggregation": "trimmed", "clients": 2}, "needs 3 a round, but 2 clients with participation = 1 send 2"),

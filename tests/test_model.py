@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 import json
 import re
 import shutil
@@ -16,7 +17,7 @@ from safetensors.torch import load as load_tensors
 import foogd
 from foogd import FOOGD, Config, FedAvg, InputError, runs
 from foogd.cli import main
-from foogd.methods import method_fields, method_names
+from foogd.methods import PROFILES, method_fields, method_names
 from foogd.metrics import threshold_at_tpr
 from foogd.model import settings_digest
 from foogd.records import read_record
@@ -643,8 +644,8 @@ def test_a_run_with_settings_that_are_gone_is_read_where_they_had_their_defaults
 
 
 def test_no_setting_of_today_is_among_those_that_are_gone():
-    for name in method_names():
-        assert not REMOVED.keys() & {*method_fields(name), *Config.__dataclass_fields__}
+    for name, profile in itertools.product(method_names(), PROFILES):
+        assert not REMOVED.keys() & {*method_fields(name, profile), *Config.__dataclass_fields__}
 
 
 def test_settings_that_were_changed_by_hand_are_noticed(grown, tmp_path, foogd_command):
@@ -652,7 +653,7 @@ def test_settings_that_were_changed_by_hand_are_noticed(grown, tmp_path, foogd_c
     shutil.copytree(grown[0], copy)
     config = (copy / "config.toml").read_text()
     Image.new("L", (28, 28)).save(tmp_path / "black.png")
-    for key, value in (("sigma", 7.5), ("seed", 3), ("score_net", '"mlp"'), ("log_share", 0.125)):
+    for key, value in (("sigma", 7.5), ("seed", 3), ("step", 0.125), ("ce_on", '"both"')):
         changed = re.sub(rf"(?m)^{key} = .*$", f"{key} = {value}", config)
         assert changed != config
         (copy / "config.toml").write_text(changed)

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matplotlib.text import Text
 from sklearn.metrics import roc_auc_score
 
 from foogd.cli import main
@@ -25,16 +26,16 @@ from foogd.documents import csv_report, latex_report, markdown_report
 from foogd.errors import InputError
 from foogd.evaluate import Row
 from foogd.figures import all_figures, file_name, save_figure
-from foogd.findings import domain_means, findings, paper_grid
+from foogd.findings import domain_means, findings, headline, paper_grid
 from foogd.html import html_report
 from foogd.html.charts import Series, histogram, line_chart, roc_points, tick_text, ticks
 from foogd.html.markup import h, join, number
 from foogd.methods import method_names
-from foogd.methods.foogd import profile
 from foogd.projection import feature_map
 from foogd.published import DOMAINS, departures, published
 from foogd.records import collect, find_runs, read_record
 from foogd.report import Cell, Measure, Report, latex_text, paper_detector
+from foogd.runs import read_rows
 from foogd.settings import read_preset, resolve
 from made_runs import make_answers, make_run
 
@@ -103,9 +104,9 @@ def paper(tmp_path_factory):
     """The paper's settings at two alphas, and one run with fewer rounds."""
     root = tmp_path_factory.mktemp("paper")
     for alpha in (0.1, 0.5):
-        for method, printed in (("fedavg", {}), ("fedrod+foogd", {"lambda_a": 0.05})):
+        for method in ("fedavg", "fedrod+foogd"):
             folder = root / f"{method}-{alpha}"
-            make_run(folder, method, preset="cifar10", alpha=alpha, clients=10, samples=False, **printed)
+            make_run(folder, method, preset="cifar10", alpha=alpha, clients=10, samples=False)
     return root
 
 
@@ -467,7 +468,7 @@ def test_seeds_of_one_split_are_one_line_and_another_split_is_another_setting(tm
 def test_the_authors_shares_are_no_departure_from_the_paper_and_others_are():
     assert departures(settings_of("cifar10", method="fedavg", split_seed=21, proportions="authors")) == []
     given = settings_of("cifar10", method="fedavg", proportions="my.json")
-    assert departures(given) == ["proportions my.json instead of "]
+    assert departures(given) == ["proportions my.json instead of authors"]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -562,24 +563,46 @@ def test_what_is_not_finished_is_marked_and_neither_best_nor_compared(tmp_path):
     assert "fedavg†" in markdown_report(collection)
 
 
-def test_runs_that_differ_in_much_are_named_by_the_profile(tmp_path):
+def test_the_anchored_variant_is_named_and_told_by_its_own_settings_alone(tmp_path):
     made = {
-        "fixed": {},
-        "paper": profile("paper")[0],
-        "narrow": profile("paper")[0] | {"sigma": 0.1},
-        "released": profile("released")[0],
+        "published": {},
         "no-sag": {"lambda_a": 0.0},
+        "anchored": {"profile": "anchored"},
+        "flat": {"profile": "anchored", "whiten": 0.0},
     }
     for name, changes in made.items():
-        make_run(tmp_path / name, "fedavg+foogd", samples=False, **changes)
-    (scene,) = collect(find_runs([tmp_path])).scenes
-    assert {group.records[0].folder.name: group.label for group in scene.groups} == {
-        "fixed": "fedavg+foogd, profile fixed",
-        "paper": "fedavg+foogd, profile paper",
-        "narrow": "fedavg+foogd, profile paper, sigma=0.1",
-        "released": "fedavg+foogd, profile released",
+        make_run(tmp_path / name, "fedavg+foogd", **changes)
+    collection = collect(find_runs([tmp_path]))
+    (scene,) = collection.scenes
+    labels = {group.records[0].folder.name: group.label for group in scene.groups}
+    assert labels == {
+        "published": "fedavg+foogd, lambda_a=0.05",
         "no-sag": "fedavg+foogd, lambda_a=0",
+        "anchored": "fedavg+foogd (anchored, not in the paper), whiten=0.3",
+        "flat": "fedavg+foogd (anchored, not in the paper), whiten=0",
     }
+    lines = paper_grid(scene).lines
+    assert [line.method for line in lines] == [labels[name] for name in ("no-sag", "published", "flat", "anchored")]
+    assert {line.detector for line in lines} == {"score_norm"}
+    for text in (markdown_report(collection), csv_report(collection), latex_report(collection)):
+        told = text.replace("\\_", "_")
+        assert all(label in told for label in labels.values())
+    words = Page(html_report(collection, maps=0)).words()
+    assert all(label in words for label in labels.values())
+    assert {row.method for row in read_rows(tmp_path / "anchored")} == {"fedavg+foogd"}
+    for name, figure in all_figures(collection, maps=0):
+        texts = {text.get_text() for text in figure.findobj(Text)}
+        shown = {text.replace("\n", " ") for text in texts}
+        wanted = [label for label in labels.values() if not name.startswith("sensitivity")]
+        wanted += ["fedavg+foogd (anchored, not in the paper)"] * (name == "sensitivity-whiten")
+        for label in wanted:
+            assert any(text.startswith(label) for text in shown), (name, label)
+
+
+def test_a_report_of_the_anchored_variant_alone_is_called_by_it(tmp_path):
+    make_run(tmp_path / "a", "fedavg+foogd", profile="anchored", samples=False)
+    collection = collect(find_runs([tmp_path]))
+    assert "fedavg+foogd (anchored, not in the paper)" in headline(collection)
 
 
 def test_where_a_run_started_makes_no_table_of_its_own(tmp_path):
@@ -772,28 +795,22 @@ def test_runs_of_before_updates_were_bound_stand_in_one_line_with_those_of_today
 
 
 def test_departures_name_what_differs_from_the_paper():
-    assert departures(settings_of("cifar10", method="fedrod+foogd", lambda_a=0.05, alpha=5.0, seed=3)) == []
-    assert departures(settings_of("cifar10", method="fedavg+foogd")) == ["lambda_a 0.01 instead of 0.05"]  # our default
+    assert departures(settings_of("cifar10", method="fedrod+foogd", alpha=5.0, seed=3)) == []
+    assert departures(settings_of("cifar10", method="fedavg+foogd", lambda_a=0.01)) == ["lambda_a 0.01 instead of 0.05"]
     assert departures(settings_of("cifar10", method="fedrod", eval_every=1, update_bound=0.0)) == []
     assert departures(settings_of("cifar10", method="fedrod", update_bound=5.0)) == ["update_bound 5 instead of auto"]
     assert departures(settings_of("cifar10", method="fedavg", rounds=4)) == ["rounds 4 instead of 100"]
     assert departures(settings_of("cifar10", method="fedavg", lr=0.01)) == ["lr 0.01 instead of 0.1"]  # our tables'
-    other = settings_of("cifar10", method="fedavg+foogd", lambda_m=0.3, lambda_a=0.05)
+    other = settings_of("cifar10", method="fedavg+foogd", lambda_m=0.3)
     assert departures(other) == ["lambda_m 0.3 instead of 0.5"]
     assert departures(settings_of("cifar10", method="fedavg+foogd", lambda_a=0.0)) == []  # an ablation of the paper
     frozen = settings_of("cifar10", method="fedavg+foogd", train_base=False, init="runs/a")
     assert departures(frozen) == []
     still = {**frozen, "lambda_a": 0.0, "alpha": 5.0}  # what does not train has no Stein term
     assert published(still, metric="accuracy", split="in").mean == 86.5
-    assert departures({**frozen, "train_base": True, "lambda_a": 0.05}) == ["init runs/a instead of "]
-    by_profile: dict[str, list[str]] = {"paper": [], "released": ["profile released"]}
-    for name, told in by_profile.items():
-        assert departures(settings_of("cifar10", method="fedrod+foogd", profile=name)) == told
-        assert departures(settings_of("cifar10", method="fedrod+foogd", profile=name, steps=3, rounds=4)) == [
-            *told,
-            "rounds 4 instead of 100",
-            "steps 3 instead of 10",
-        ]
+    assert departures({**frozen, "train_base": True}) == ["init runs/a instead of "]
+    anchored = settings_of("cifar10", method="fedrod+foogd", profile="anchored", steps=3, rounds=4)
+    assert departures(anchored) == ["anchored, not in the paper", "rounds 4 instead of 100"]
     neither = settings_of("cifar10", method="fedavg+foogd", alpha=5.0, lambda_a=0.0, lambda_m=0.0)
     assert published(neither, metric="accuracy", split="in").mean == 88.9  # no ablation of the paper: the method's own
     assert departures(neither) == ["lambda_m 0 instead of 0.5", "lambda_a 0 instead of 0.05"]
@@ -812,6 +829,17 @@ def test_the_page_shows_the_published_number_and_the_difference(paper):
     assert rows[0][2] == shown
     assert not any(line.marks for line in grid.lines)
     assert "†" not in text.replace('"†"', "")
+
+
+def test_the_anchored_variant_beside_a_published_number_is_marked_and_the_published_method_is_not(tmp_path):
+    for name, changes in {"p": {}, "a": {"profile": "anchored"}}.items():
+        make_run(tmp_path / name, "fedavg+foogd", preset="cifar10", clients=10, samples=False, **changes)
+    collection = collect(find_runs([tmp_path]))
+    marks = {line.method: line.marks for line in paper_grid(collection.scenes[0]).lines}
+    ours = "fedavg+foogd (anchored, not in the paper)"
+    assert marks == {"fedavg+foogd": (), ours: ("anchored, not in the paper",)}
+    text = Page(html_report(collection, maps=0)).words()
+    assert f"† {ours}: not the published settings: anchored, not in the paper." in text
 
 
 def test_a_run_at_other_settings_is_marked(tmp_path):

@@ -583,6 +583,21 @@ def test_tables_keep_sections_and_lines_apart(tmp_path):
     assert tables[-2].rows[0] == ("fedavg, batch_size=32", "0.0", "5.0", "–")
 
 
+def test_tables_name_the_anchored_variant_behind_any_label(tmp_path):
+    variants = [
+        {"name": "FedAvg", "method": "fedavg"},
+        {"name": "without SAG, ours", "method": "fedavg+foogd", "lambda_a": 0.0},
+        {"name": "printed", "method": "fedavg+foogd", "profile": "published"},
+    ]
+    found = plan("x", {"base": "demo", "set": {"foogd": {"profile": "anchored"}}, "variants": variants})
+    for point in found.points:
+        row = Row("r", str(point.settings["method"]), 0, 1, "weighted", None, "d", "in", None, None, None, "accuracy",
+                  0.5, 1.0)  # fmt: skip
+        write_atomic(tmp_path / "runs" / point.name / "rows.jsonl", json.dumps(row.as_dict()).encode())
+    table = sweep_tables(sweep_reports(found, tmp_path))[0]
+    assert [row[0] for row in table.rows] == ["FedAvg", "without SAG (anchored, not in the paper), ours", "printed"]
+
+
 # The paper's experiments
 
 

@@ -14,6 +14,7 @@ TABLES), `beside` (runs of other sweeps in the same table), `printed = false` (n
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import sys
@@ -26,9 +27,11 @@ from typing import Any, final
 
 from foogd import InputError
 from foogd.evaluate import Row
+from foogd.methods import shown_name
 from foogd.published import published
 from foogd.report import NAMES, Cell, Measure, Report, Table, reported_detector
 from foogd.runs import read_json, read_rounds, read_rows, to_toml, write_atomic
+from foogd.settings import profile_of
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
@@ -126,6 +129,8 @@ class Sweep:
         said = run.settings
         gone = {*self.name.split("-"), str(said["alpha"]), str(said["seed"]), f"s{said['seed']}"}
         method, *words = (word for word in name.split("-") if word not in gone)
+        with contextlib.suppress(InputError):  # a score network that is gone: neither of today's two variants
+            method = shown_name({"profile": profile_of(said)}, method)
         cut = [f"stopped after round {run.made['round']} of {said['rounds']}"] * (run.made["round"] < said["rounds"])
         return ", ".join([method, *filter(None, [" ".join(words)]), *cut])
 

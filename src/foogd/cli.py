@@ -39,7 +39,7 @@ from .data.readers import IMAGE_SUFFIXES, images_below
 from .detect import DETECTORS, Detector
 from .errors import InputError
 from .flower.options import on_flower
-from .methods import FOOGD, METHODS, AnchoredFOOGD, make_method, method_names
+from .methods import FOOGD, METHODS, AnchoredFOOGD, make_method, method_names, method_settings, shown_name
 from .methods.base import Method
 from .metrics import needed_for_tpr
 from .model import as_images, load
@@ -112,7 +112,7 @@ def run(
         console.print(escape(skipped_sentence(this.federation.skipped)), highlight=False)
     with progress_bar() as progress:
         train(this, progress, tracker)
-    report = Report.of(read_rows(folder)).last_round()
+    report = this.report(read_rows(folder))
     show(report)
     for sentence in (*this.leaked(), *this.left_out(), *this.unranked(report.rows)):
         say(sentence)
@@ -140,7 +140,7 @@ def evaluate(
         return
     with progress_bar() as progress:
         rows = this.evaluate(detector or (), EvaluationProgress(progress, this))
-    show(Report.of(rows))
+    show(this.report(rows))
     for sentence in this.unranked(rows, detector or ()):
         say(sentence)
     if (done := this.finished_rounds()) < this.config.rounds:
@@ -159,7 +159,7 @@ def retest_in(this: Run, out: Path | None, changed: dict[str, Any], detectors: l
     other = retest(this, out, config)
     with progress_bar() as progress:
         train(other, progress)
-    report = Report.of(read_rows(out)).last_round()
+    report = other.report(read_rows(out))
     show(report)
     for sentence in (*other.leaked(), *other.left_out(), *other.unranked(report.rows)):
         say(sentence)
@@ -210,8 +210,7 @@ def demo(
             ahead = (time.perf_counter() - began) / done * (left - done)
             progress.update(task, completed=done, left=f"about {ahead:.0f} s left")
             report_round(this, event, f"about {ahead:.0f} s left for all")
-    rows = [row for folder in runs for row in read_rows(folder)]
-    report = Report.of(rows).last_round()
+    report = Report.of(row for folder, this in runs.items() for row in this.report(read_rows(folder)).rows)
     show(report.only(SHOWN))
     text = [f"# {preset}: {len(names)} methods, {count} seed(s)", ""]
     short = report.only(SHOWN)
@@ -346,18 +345,26 @@ def methods(
         print("\n".join(method_names()))
         return
     grid = RichTable("name", "what it adds", "what travels in a round", "on Flower", "source", box=None, pad_edge=False)
-    for name in method_names():
-        built = make_method(name)
+    for name, built in listed_methods().items():
         grid.add_row(name, summary_of(name, built), built.travels, on_flower(built), built.paper)
     console.print(grid)
     console.print("\nAny method takes +foogd, and one that has the setting views takes +aug.", highlight=False)
+    console.print("+foogd is the paper's method; with --set profile=anchored it is a variant of ours.", highlight=False)
     owners: dict[str, type[Method]] = {**METHODS, "+foogd": FOOGD, "+foogd, profile=anchored": AnchoredFOOGD}
     for title, cls in owners.items():
         show_settings(f"{title} (--set key=value)", cls(), *([PROFILE] if cls is FOOGD else []))
 
 
+def listed_methods() -> dict[str, Method]:
+    """The methods by the names that people read; the anchored variant of FOOGD is one more."""
+    ours = make_method("fedavg+foogd", {"profile": "anchored"})
+    others = {name: make_method(name) for name in method_names()}
+    return others | {shown_name(method_settings(ours), "fedavg+foogd"): ours}
+
+
 def summary_of(name: str, built: Method) -> str:
     """One line about a method: the first of its class, and what a suffix makes of it."""
+    name = name.partition(" ")[0]
     if name.endswith("+aug"):
         return f"{name.removesuffix('+aug')} that sees the augmented images too"
     text = first_line(type(built))
@@ -428,7 +435,7 @@ def cost(run: Run) -> float:
 def train(run: Run, progress: Progress, tracker: str = "") -> None:
     """Train what is left of a run, with progress and an estimate of the time left."""
     total = run.config.rounds
-    task = progress.add_task(run.config.method, total=total, completed=run.finished_rounds(), left="")
+    task = progress.add_task(run.shown_name, total=total, completed=run.finished_rounds(), left="")
     began = time.perf_counter()
     rounds = tracked(run, tracker, EvaluationProgress(progress, run))
     for number, result in enumerate(rounds, start=1):
@@ -444,7 +451,7 @@ class EvaluationProgress:
     """What an evaluation tells how far it is: a bar while it lasts, or, where the output is a file, some lines."""
 
     def __init__(self, progress: Progress, run: Run) -> None:
-        self._progress, self._about = progress, f"{run.config.method} seed {run.config.seed}"
+        self._progress, self._about = progress, f"{run.shown_name} seed {run.config.seed}"
         self._task: TaskID | None = None
         self._start, self._told = (0.0, 0), 0.0
 
@@ -468,7 +475,7 @@ class EvaluationProgress:
 def report_round(run: Run, result: RoundResult | Progressed, left: str) -> None:
     """One line a round; refused updates below it."""
     losses = ", ".join(f"{group} {value:.3f}" for group, value in result.losses.items())
-    text = f"{run.config.method} seed {run.config.seed}: round {result.round}/{run.config.rounds}, "
+    text = f"{run.shown_name} seed {run.config.seed}: round {result.round}/{run.config.rounds}, "
     console.print(f"{text}{result.seconds:.1f} s, loss {losses}; {left}", highlight=False)
     for client, reason in result.refused.items():
         console.print(f"  the update of client {client} was refused: {escape(reason)}", highlight=False)

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from .config import Config
 from .errors import InputError
+from .methods import OURS
 from .methods.base import Method
 from .report import Table
 from .runs import Run
@@ -101,6 +102,8 @@ def rich_table(table: Table, words: int = 2, ruled: bool = True) -> RichTable:
     for row in table.rows:
         if ruled and last is not None and row[0] != last:
             grid.add_section()
-        grid.add_row(*(escape(cell) for cell in row))
+        # A name is never cut, so that a long one leaves numbers no room.
+        name = row[0].replace(f" ({OURS})", f"\n({OURS})")
+        grid.add_row(*(escape(cell) for cell in (name, *row[1:])))
         last = row[0]
     return grid

@@ -168,14 +168,16 @@ def compare(
         seed=whole_number("--seed", seed, 0),
         tell=say,
     )
-    say(f"A: {run_a}\nB: {run_b}")
+    sides = tuple(f"{run}, {name}" for run, name in zip((run_a, run_b), found.names, strict=True))
+    say(f"A: {sides[0]}\nB: {sides[1]}")
     tables = [found.settings_table(), found.results_table()]
     for table in tables:
         console.print(rich_table(table, words=3, ruled=table is tables[1]))
     for note in found.notes:
         say(f"Note: {note}.")
     if out is not None:
-        text = [f"# {run_a} (A) and {run_b} (B)", "", *(f"Note: {note}.\n" for note in found.notes)]
+        text = [f"# {run_a} (A) and {run_b} (B)", "", f"A: {sides[0]}\n", f"B: {sides[1]}\n"]
+        text += [f"Note: {note}.\n" for note in found.notes]
         for table in tables:
             text += [f"({table.title})", "", table.markdown((0, 1, 2)), ""]
         write_atomic(out, "\n".join(text).encode())

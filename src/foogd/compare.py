@@ -19,6 +19,7 @@ import numpy as np
 from .config import Config
 from .engine.rng import derive_seed
 from .errors import InputError
+from .methods import shown_name
 from .report import Table, detector_name
 from .runs import CONFIG, ENVIRONMENT, FLOWER, PARTITION, need_run, read_json, read_rounds, resume_command
 from .samples import Samples, SampleSet, read_samples
@@ -76,6 +77,7 @@ class Comparison:
     scope: str
     resamples: int
     images: int
+    names: tuple[str, str]  # of the methods, as people read them
 
     def settings_table(self) -> Table:
         lines = (*self.settings, *((f"({key})", a, b) for key, a, b in self.environment))
@@ -145,6 +147,7 @@ def compare_runs(
         scope=scope,
         resamples=resamples,
         images=sum(len(columns) for columns in _Universe(*samples, _same_shift(first, second)).groups.values()),
+        names=(shown_name(first), shown_name(second)),
     )
 
 

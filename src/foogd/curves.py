@@ -117,7 +117,7 @@ def sensitivities(collection: Collection) -> dict[str, dict[str, dict[str, Point
                 continue
             rest = [in_words(name, value) for name, value in settings.items() if name != key]
             for title, value in _usual_numbers(scene, group).items():
-                line = curves.setdefault(title, {}).setdefault(", ".join([group.method, *rest]), [])
+                line = curves.setdefault(title, {}).setdefault(", ".join([group.name, *rest]), [])
                 line.append((float(settings[key]), value))
         curves = {
             title: {name: sorted(points) for name, points in lines.items() if len({p[0] for p in points}) > 1}

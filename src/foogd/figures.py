@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .data.federation import Federation, client_labels
+from .methods import OURS
 from .projection import MAPS, feature_map, lacking
 
 if TYPE_CHECKING:
@@ -159,14 +160,19 @@ def _line(axes: Axes, points: Sequence[tuple[float, float]], number: int, name: 
 
 
 def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
-    """One legend for all panels, below them, with as many columns as there is room for."""
+    """One legend for all panels, below them, with as many columns as there is room for; the variant is always named."""
     found = {label: handle for one in axes for handle, label in zip(*one.get_legend_handles_labels(), strict=True)}
-    if len(found) > 1:
+    if len(found) > 1 or any(OURS in name for name in found):
         inches = 0.55 + 0.075 * max(map(len, found))
         columns = max(1, min(len(found), int(figure.get_figwidth() / inches)))
         lines = math.ceil(len(found) / columns)
         figure.set_figheight(figure.get_figheight() + 0.19 * (lines - 1))  # else the panels would shrink
         figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=columns, handlelength=3.2)
+
+
+def _in_lines(title: str) -> str:
+    """The title of a panel, which is narrow."""
+    return title.replace(f" ({OURS})", f"\n({OURS})")
 
 
 def _curves_figure(
@@ -300,7 +306,7 @@ def heat_figure(scene: Scene) -> Figure | None:
         for (row, column), value in np.ndenumerate(values):
             if math.isfinite(value):
                 one.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=7.5)
-        one.set_title(group.label)
+        one.set_title(_in_lines(group.label))
         one.set_xticks(range(len(levels)), [str(level) for level in levels])
         one.set_yticks(range(len(kinds)), [spoken(kind) for kind in kinds] if place % WIDE == 0 else [])
         one.grid(visible=False)
@@ -339,7 +345,7 @@ def scores_figure(scene: Scene) -> Figure | None:
         tau = threshold_at_tpr(sets["IN"])
         one.axvline(tau, color="black", linewidth=1, linestyle=(0, (4, 2)))
         one.annotate("τ", (tau, 1.0), xycoords=("data", "axes fraction"), ha="center", va="bottom", fontsize=8)
-        one.set_title(f"{label}: {detector}", pad=12)
+        one.set_title(_in_lines(f"{label}: {detector}"), pad=12)
         one.set_yticks([])
         one.grid(visible=False)
         one.spines["left"].set_visible(False)
@@ -367,7 +373,7 @@ def roc_figure(scene: Scene) -> Figure | None:
             one.plot([x for x, _ in points], [y for _, y in points], color=colour, linestyle=dash, label=name)
             text = f"{100 * auroc(sets['IN'], sets[name]):.1f}"
             one.text(0.97, 0.05 + 0.1 * number, text, color=colour, ha="right", fontsize=8)
-        one.set_title(f"{label}: {detector}")
+        one.set_title(_in_lines(f"{label}: {detector}"))
         one.set(xlabel="share of IN rejected", ylabel="share of OUT detected", xlim=(0, 1), ylim=(0, 1.01))
     _legend(figure, axes)
     return figure
@@ -414,7 +420,7 @@ def map_figure(scene: Scene, most: int, tell: Callable[[str], None] = lambda tex
             one.scatter(
                 chosen[:, 0], chosen[:, 1], s=size, marker=mark, color=colour, linewidths=width, alpha=0.75, label=name
             )
-        one.set_title(label)
+        one.set_title(_in_lines(label))
         one.set_xticks([])
         one.set_yticks([])
         for side in ("top", "right"):

@@ -573,7 +573,7 @@ def _some(words: Sequence[str], between: str = ", ") -> str:
 
 def headline(collection: Collection) -> str:
     """A title for the whole report."""
-    methods = list(dict.fromkeys(group.method for group in collection.groups))
+    methods = list(dict.fromkeys(group.name for group in collection.groups))
     # Of a path the name of the file is enough; a function is called file.py:name, a source may have a colon too.
     data = list(dict.fromkeys(shown(record.settings["data"]).rpartition("/")[2] for record in collection.records))
     what = methods[0] if len(methods) == 1 else f"{len(methods)} methods"

@@ -13,7 +13,7 @@ from .config import WHERE
 from .data.federation import LEFT_OUT
 from .data.partition import AUTHORS
 from .errors import InputError
-from .methods import AnchoredFOOGD
+from .methods import OURS, AnchoredFOOGD
 
 PAPER_PRESETS = ("cifar10", "cifar100", "tinyimagenet", "pacs")
 PRINTED_RATE = 0.1  # for FedAvg; the presets of CIFAR have another one at alpha 0.1
@@ -106,7 +106,7 @@ def departures(settings: Mapping[str, Any]) -> list[str]:
         variant |= {"init", "lambda_a"}  # the trained net stays as it is: no Stein term moves it
     found = []
     if settings.get("profile") == "anchored":
-        found = ["anchored, not in the paper"]
+        found = [OURS]
         expected = {key: want for key, want in expected.items() if key not in AnchoredFOOGD.__dataclass_fields__}
     for key, want in expected.items():
         have = settings.get(key, want)

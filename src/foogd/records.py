@@ -12,6 +12,7 @@ from typing import Any, final
 from .config import WHERE, Config
 from .errors import InputError
 from .evaluate import Row
+from .methods import shown_name
 from .report import Report
 from .runs import CONFIG, ENVIRONMENT, FLOWER, PARTITION, ROUNDS, read_json, read_rounds, read_rows
 from .samples import Samples, read_samples
@@ -49,7 +50,6 @@ _SHARING = frozenset({
 })  # fmt: skip
 # Told in titles even where the data set decides them: without them two experiments would look alike.
 TOLD = frozenset({ON_FLOWER, "alpha", "rounds", "leave_out"})
-FEW = 3  # settings of a method that a label lists one by one
 # A folder from before a setting existed was made with its default.
 _DEFAULTS = {
     item.name: list(item.default) if isinstance(item.default, tuple) else item.default for item in fields(Config)
@@ -80,6 +80,11 @@ class Record:
     @property
     def method(self) -> str:
         return str(self.settings["method"])
+
+    @property
+    def name(self) -> str:
+        """The method as people read it."""
+        return shown_name(self.settings)
 
     @property
     def seed(self) -> int:
@@ -141,13 +146,12 @@ class Group:
 
     @property
     def label(self) -> str:
-        """The method, with the settings of its own that other runs of it have differently.
+        """The method, with the settings of its own that other runs of it have differently."""
+        return ", ".join([self.name, *(f"{key}={shown(value)}" for key, value in self.variant)])
 
-        The anchored variant of FOOGD is always named: it is not the paper's method.
-        """
-        anchored = " (anchored, not in the paper)" if self.settings.get("profile") == "anchored" else ""
-        told = (f"{key}={shown(value)}" for key, value in self.variant if key != "profile")
-        return ", ".join([self.method + anchored, *told])
+    @property
+    def name(self) -> str:
+        return self.records[0].name
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -365,15 +369,15 @@ def collect(folders: Sequence[Path]) -> Collection:
     records = _on_shared_outs(_told_by_hash(_without_idle(records), notes), notes)
     in_setting = [key for key in _varying(records) if _is_of_run(key)]
     in_variant = {
-        method: [key for key in _varying([r for r in records if r.method == method]) if not _is_of_run(key)]
-        for method in dict.fromkeys(record.method for record in records)
+        name: [key for key in _varying([r for r in records if r.name == name]) if not _is_of_run(key)]
+        for name in dict.fromkeys(record.name for record in records)
     }
     lines: dict[str, list[Record]] = {}
     keys: dict[str, tuple[Settings, Settings]] = {}
     for record in records:
         setting = _told(record, in_setting)
-        variant = tuple((key, record.settings.get(key)) for key in in_variant[record.method])
-        line = repr((setting, record.method, variant))
+        variant = tuple((key, record.settings.get(key)) for key in in_variant[record.name])
+        line = repr((setting, record.name, variant))
         keys[line] = setting, variant
         lines.setdefault(line, []).append(record)
     scenes: dict[str, list[Group]] = {}
@@ -549,7 +553,7 @@ _TABLE = (
 
 def _order(group: Group) -> tuple[Any, ...]:
     place = _TABLE.index(group.method) if group.method in _TABLE else len(_TABLE)
-    return place, group.method, [sortable(value) for _, value in group.variant]
+    return place, group.name, [sortable(value) for _, value in group.variant]
 
 
 def sortable(value: Any) -> tuple[int, float, str]:

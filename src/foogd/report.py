@@ -13,6 +13,7 @@ from typing import Any, final
 
 from .data.federation import LEFT_OUT
 from .evaluate import Row
+from .methods import OURS
 from .published import Published, published
 
 NAMES = {
@@ -327,7 +328,8 @@ def detector_name(detector: str) -> str:
 
 def reported_detector(method: str) -> str:
     """The detector that the paper reports a method with: the score norm for FOOGD, MSP for all others."""
-    return "score_norm" if method.partition(",")[0].endswith("+foogd") else "msp"
+    name = method.replace(f" ({OURS})", "").partition(",")[0]
+    return "score_norm" if name.endswith("+foogd") else "msp"
 
 
 def paper_detector(method: str, known: Sequence[str]) -> str | None:
@@ -399,6 +401,10 @@ class Report:
         for row in self.rows:
             last[row.run] = max(last.get(row.run, 0), row.round)
         return Report(tuple(row for row in self.rows if row.round == last[row.run]))
+
+    def called(self, name: str) -> Report:
+        """The rows with this in the place of the method's name."""
+        return Report(tuple(replace(row, method=name) for row in self.rows))
 
     def only(self, detectors: Collection[str]) -> Report:
         """Accuracies, and of the detectors these alone."""

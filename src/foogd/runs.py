@@ -44,7 +44,7 @@ from .engine.eager import EagerEngine, Engine, resolve_device, usable_device
 from .engine.graph import GraphEngine, make_engine
 from .errors import InputError
 from .evaluate import Evaluation, Evaluator, Row, no_numbers
-from .methods import method_settings, split_name, written_settings
+from .methods import method_settings, shown_name, split_name, written_settings
 from .methods.base import Method
 from .model import ABOUT, MODEL, detector_tensors, is_of, model_tensors, read_about, settings_digest
 from .nets.precision import resolve_precision
@@ -138,6 +138,15 @@ class Run:
         """All settings of the run, flat."""
         values = {item.name: getattr(self.config, item.name) for item in fields(self.config)}
         return values | written_settings(self.config.method, self.method)
+
+    @property
+    def shown_name(self) -> str:
+        """The method as people read it; rows have its plain name."""
+        return shown_name(self.settings())
+
+    def report(self, rows: Sequence[Row]) -> Report:
+        """Rows of the last evaluated round, under the name that people read."""
+        return Report.of(rows).last_round().called(self.shown_name)
 
     def same_as(self, config: Config, method: Method) -> None:
         """Complain where the folder belongs to another configuration; the place of the work may differ."""
@@ -467,13 +476,13 @@ class Run:
         self, rows: Sequence[Row], lines: Sequence[Mapping[str, Any]], notes: Sequence[str] = ()
     ) -> None:
         """`summary.md`: results, communication and what the run was; `notes` are further sentences about it."""
-        report = Report.of(rows).last_round()
+        report = self.report(rows)
         refused = sum(len(line["refused"]) for line in lines)
         seconds = sum(line["seconds"] for line in lines)
         up, down = (sum(line[key] for line in lines) / max(1, len(lines)) / 2**20 for key in ("bytes_up", "bytes_down"))
         aside = sum(len(indices) for indices in self.federation.calibration_indices)
         text = [
-            f"# {self.config.method}, seed {self.config.seed}",
+            f"# {self.shown_name}, seed {self.config.seed}",
             "",
             f"Run {self.name}: {len(lines)} rounds, {self.federation.clients} clients, {seconds:.1f} s of training, "
             f"{down:.2f} MiB down and {up:.2f} MiB up a round, {refused} updates refused.",

@@ -19,7 +19,7 @@ import pydantic
 
 from .config import AutoNumber, AutoWhole, Config, limits_in_words, quoted
 from .errors import InputError
-from .methods import FOOGD, METHODS, PROFILES, make_method, method_fields, split_name, variant_class
+from .methods import FOOGD, METHODS, PROFILES, AnchoredFOOGD, make_method, method_fields, split_name, variant_class
 from .methods.base import Method
 
 TABLES: dict[str, type[Method]] = {**METHODS, "foogd": FOOGD}
@@ -103,6 +103,7 @@ def resolve(preset: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[Co
         if key not in merged and item.default is MISSING and item.default_factory is MISSING:
             raise InputError(f"setting {key!r} of method {name} has no default: give it with --set {key}=VALUE")
     known |= known_method
+    _check_variant(name, profile, merged, known)
     for key in [key for key in merged if key in REMOVED and key not in known]:
         if (value := merged.pop(key)) != REMOVED[key]:
             raise InputError(f"{key} = {value!r} is not possible any more: only its default {REMOVED[key]!r} remains")
@@ -136,7 +137,10 @@ def read_run_settings(path: Path) -> dict[str, Any]:
     settings = parse_toml(path.read_bytes(), str(path))
     kept = {key: value for key, value in settings.items() if key not in REMOVED or value != REMOVED[key]}
     if str(settings.get("method", "")).endswith("+foogd"):
-        kept["profile"] = profile_of(settings)
+        try:
+            kept["profile"] = profile_of(settings)
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
     return kept
 
 
@@ -178,9 +182,20 @@ def profile_of(settings: Mapping[str, Any]) -> str:
     score_net = settings.get("score_net")
     if score_net not in (None, REMOVED["score_net"]):
         raise InputError(
-            f"score_net = {score_net!r} is not possible any more: runs with it are read by foogd at commit 5a65a44"
+            f"score_net = {score_net!r} is not possible any more: a run with it is read by foogd at the commit that "
+            "its environment.json names"
         )
     return PROFILE[1] if score_net is None else "anchored"
+
+
+def _check_variant(name: str, profile: str, settings: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Complain about what only the anchored variant of FOOGD has, or did."""
+    if split_name(name)[1] != "+foogd" or profile == "anchored":
+        return
+    for key, value in settings.items():
+        did = key in ("score_net", "ksd_log") and value == REMOVED[key]
+        if did or (key not in known and key in AnchoredFOOGD.__dataclass_fields__):
+            raise InputError(f"{key} is of the anchored variant of FOOGD alone: give profile = 'anchored' with it")
 
 
 def check_settings(

@@ -43,6 +43,7 @@ from .data.sources import load_source
 from .data.store import ImageStore, sample
 from .errors import InputError
 from .evaluate import Row
+from .methods import PROFILES, method_settings, shown_name
 from .methods.base import Method
 from .report import Cell, Report, Table
 from .runs import read_json, read_rows, write_atomic
@@ -278,7 +279,7 @@ def _check_sections(name: str, content: Mapping[str, Any]) -> None:
         raise InputError(f"{name} has sections = {sections!r}: it must be a list of settings, as in [\"alpha\"]")
     tables = [content, *content.get("variants", ()), *(content.get(scale, {}) for scale in SCALES)]
     axes = {axis for table in tables for axis in table.get("grid", {})}
-    settings = {item.name for owner in (Config, *TABLES.values()) for item in fields(owner)}  # type: ignore[arg-type]
+    settings = {item.name for owner in (Config, *TABLES.values(), *PROFILES.values()) for item in fields(owner)}  # type: ignore[arg-type]
     for axis in sections:
         if axis not in axes | settings:
             raise InputError(f"{name} has {axis!r} in its sections, which is no setting{near(axis, axes | settings)}")
@@ -503,8 +504,8 @@ def sweep_reports(plan: Plan, out: Path, failed: Iterable[str] = ()) -> dict[str
         rows: list[Row] = []
         for point in plan.points:
             if point.section == section and point.name not in lost:
-                found = Report.of(read_rows(out / RUNS / point.name)).last_round().rows
-                rows += [replace(row, method=point.label) for row in found]
+                name = shown_name(method_settings(plan.resolved(point, out)[1]), point.label)
+                rows += Report.of(read_rows(out / RUNS / point.name)).last_round().called(name).rows
         reports[section] = Report.of(rows)
     return reports
 

@@ -45,6 +45,9 @@ METHODS: dict[str, type[Method]] = {
 PROFILES: dict[str, type[ScoreWrapper]] = {"published": FOOGD, "anchored": AnchoredFOOGD}
 """What `+foogd` means, by its setting `profile`: the paper's method, or a variant of ours."""
 
+OURS = "anchored, not in the paper"
+"""What is said of every number of the anchored variant."""
+
 SUFFIXES = {"+foogd": "wrapped in FOOGD", "+aug": "with the augmented view in its own loss"}
 
 __all__ = [
@@ -70,6 +73,7 @@ __all__ = [
     "method_names",
     "method_settings",
     "possible_names",
+    "shown_name",
     "written_settings",
 ]
 
@@ -130,8 +134,18 @@ def variant_class(profile: Any) -> type[ScoreWrapper]:
     """The class of a profile of FOOGD."""
     if isinstance(profile, str) and profile in PROFILES:
         return PROFILES[profile]
-    renamed = " ('fixed' is called 'anchored' now)" if profile == "fixed" else ""
-    raise InputError(f"profile = {profile!r} is not allowed: it must be one of {quoted(PROFILES)}{renamed}")
+    now = {"fixed": "is called 'anchored' now", "paper": "is gone", "released": "is gone"}
+    told = f" ({profile!r} {now[profile]})" if isinstance(profile, str) and profile in now else ""
+    raise InputError(f"profile = {profile!r} is not allowed: it must be one of {quoted(PROFILES)}{told}")
+
+
+def shown_name(settings: Mapping[str, Any], name: str = "") -> str:
+    """What people read as the name of a run's method: its plain one, or `name`, and which variant of FOOGD it is."""
+    name = name or str(settings["method"])
+    if settings.get("profile") != "anchored":
+        return name
+    head, comma, rest = name.partition(",")
+    return f"{head} ({OURS}){comma}{rest}"
 
 
 def make_method(name: str, settings: Mapping[str, Any] | None = None) -> Method:

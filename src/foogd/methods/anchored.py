@@ -21,7 +21,7 @@ from .foogd import ScoreWrapper
 @final
 @dataclass(frozen=True)
 class AnchoredFOOGD(ScoreWrapper):
-    """FOOGD with class Gaussians under the score, on logarithmic features, and both views in the base loss."""
+    """Class Gaussians under the score, on logarithmic features, and both views in the base loss."""
 
     lambda_a: float = field(default=0.01, metadata={"ge": 0.0, "help": "weight of the Stein term's logarithm"})
     ce_on: str = field(default="both", metadata={"choices": ("ori", "both"), "help": "views in the base loss"})
