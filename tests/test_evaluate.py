@@ -216,7 +216,7 @@ def nets_of(engine: EagerEngine, state: RunState, client: int) -> Nets:
 
 def naive_score(score: ScoreNet, z: Tensor) -> Tensor:
     """FOOGD's score at the noise level of detection, image by image."""
-    sigma, found = 0.5, []
+    sigma, found = FOOGD().sigma, []
     for row in z:
         u = (row * (len(row) / (row**2).sum()) ** 0.5 - score.centre) / score.spread
         size = (1 + sigma**2) ** 0.5
