@@ -849,7 +849,7 @@ def test_a_run_folder_that_exists_is_not_touched(refused, finished):
         (["--method", "fedavg"], "method is 'fedavg+foogd' there and 'fedavg' here"),
         (["--method", "fedavg+foogd", "--seed", "1"], "seed is 0 there and 1 here"),
         (["--method", "fedavg+foogd", "--set", "rounds=3"], "rounds is 2 there and 3 here"),
-        (["--method", "fedavg+foogd", "--set", "sigma=0.2"], "sigma is 1.0 there and 0.2 here"),
+        (["--method", "fedavg+foogd", "--set", "sigma=0.2"], "sigma is 0.5 there and 0.2 here"),
     ],
 )
 def test_resume_with_another_configuration_is_refused(refused, finished, words, difference):

@@ -36,7 +36,7 @@ class ScoreWrapper(Wrapper, ABC):
     ce_on: str = field(default="ori", metadata={"choices": ("ori", "both"), "help": "views in the base loss, Alg. 3"})
     train_base: bool = field(default=True, metadata={"help": "false: only the score network learns"})
     score_width: int = field(default=1024, metadata={"ge": 1, "help": "hidden width of the score network"})
-    sigma: float = field(default=1.0, metadata={"gt": 0.0, "help": "noise level of Eq. 6, 9 and 11, in spreads"})
+    sigma: float = field(default=0.5, metadata={"gt": 0.0, "help": "noise level of Eq. 6, 9 and 11, in spreads"})
     sigma_min: float = field(default=0.1, metadata={"gt": 0.0, "help": "smallest noise level of Eq. 4, in spreads"})
     sigma_max: float = field(default=3.0, metadata={"gt": 0.0, "help": "largest noise level of Eq. 4, in spreads"})
     sigma_levels: int = field(default=10, metadata={"ge": 1, "help": "noise levels of Eq. 4; 1: `sigma` alone"})
