@@ -2,13 +2,14 @@
 
     python benchmarks/score_search.py bank RUN... --out BANKS      # features of finished runs, once
     python benchmarks/score_search.py fit BANKS --seeds 1 --out found.csv
-    python benchmarks/score_search.py tables found.csv
+    python benchmarks/score_search.py tables benchmarks/score_search.csv      # what docs/research.md shows
 
 SM3D never moves the backbone (Algorithm 2), so what a choice does to detection can be found on a trained backbone: the
 score networks of all clients are fitted by `ScoreWrapper.sm3d`, averaged by number of images, and the norm of the
 score of the test images is read at several noise levels. The published and the anchored network are fitted to the same
 features. A bank is named KIND-NAME after its run folder; kinds of nets (embedded images, CIFAR-10, a pretrained net)
-are left out one at a time: the choice is made on the others and shown on the one left out.
+are left out one at a time: the choice is made on the others and shown on the one left out. A bank of other features, as
+the pretrained net's are, is a safetensors file with train.K and labels.K of each client K, in.NAME and out.NAME.
 """
 
 from __future__ import annotations
