@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 import time
@@ -185,10 +186,16 @@ def compare(
 
 
 def show_sweeps() -> None:
-    """The sweeps of the package, with what of the paper each repeats and how many runs it has."""
+    """The sweeps of the package in the order of the paper, with what each repeats there and how many runs it has."""
+
+    def place(name: str) -> tuple[bool, bool, int]:
+        paper = str(found[name].get("paper", ""))
+        return not paper, not paper.startswith("Table"), int("".join(re.findall(r"\d+", paper)[:1]) or 0)
+
     grid = RichTable("in the paper", "name", "runs", "what it is", box=None, pad_edge=False)
-    for name in sweep_names():
-        content = read_sweep(name)
+    found = {name: read_sweep(name) for name in sweep_names()}
+    for name in sorted(found, key=place):
+        content = found[name]
         words = (content.get("paper", "–"), name, str(len(plan(name, content).points)), content.get("about", ""))
         grid.add_row(*map(escape, words))
     console.print(grid, highlight=False)
