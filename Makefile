@@ -4,13 +4,15 @@ VENV   ?= .venv
 # Where torch comes from: empty is pip's default index. Without a GPU, point it at the CPU wheels of your choice.
 TORCH_INDEX ?=
 OUT    ?= runs/demo
+# The commit that `make golden` compares with.
+BASE   ?= HEAD
 # A small net on 2 cores loses time to thread hand-over; one thread a process is faster and the bits do not depend on the machine.
 export OMP_NUM_THREADS ?= 1
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo demo-seeds test test-deploy lint bench clean
+.PHONY: demo demo-seeds test test-deploy golden lint bench clean
 
 $(BIN)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -38,6 +40,9 @@ test: $(BIN)/.dev           ## lint, type check, all tests
 
 test-deploy: $(BIN)/.dev    ## servers and nodes of Flower as real processes on this machine, ports picked free; about 10 minutes
 	$(BIN)/pytest tests/deploy
+
+golden: $(BIN)/.dev         ## the run folders of BASE and of the code as it stands, bit for bit; about 3 minutes
+	$(BIN)/python tools/golden.py $(BASE)
 
 lint: $(BIN)/.dev
 	$(BIN)/ruff check .
