@@ -11,7 +11,7 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 OUTER = (
-    "safetensors", "typer", "click", "rich", "pydantic", "pydantic_core", "PIL", "pooch", "sklearn", "matplotlib",
+    "safetensors", "typer", "click", "rich", "PIL", "pooch", "sklearn", "matplotlib",
     "scipy", "tomli_w", "jaxtyping", "beartype", "requests", "pytest",
 )  # fmt: skip
 
@@ -143,7 +143,7 @@ def test_the_core_works_with_torch_and_numpy_alone():
     assert done.stdout.strip() == "all of it"
 
 
-SCIKIT_LEARN = sorted(needed("scikit-learn") - needed("torch", "typer", "pydantic", "pooch", "matplotlib"))
+SCIKIT_LEARN = sorted(needed("scikit-learn") - needed("torch", "typer", "pooch", "matplotlib"))
 
 COMMANDS = """
 import os

@@ -238,7 +238,7 @@ def test_the_default_ash_is_the_papers() -> None:
 
 @pytest.mark.parametrize(("variant", "percentile"), [("x", 65), ("p", -1), ("p", 100), ("b", math.nan)])
 def test_ash_refuses_other_settings(variant: str, percentile: float) -> None:
-    with pytest.raises(InputError, match="of ASH is"):
+    with pytest.raises(InputError, match=r"is not allowed: it must be"):
         ASH(variant, percentile)
 
 
@@ -297,14 +297,14 @@ def test_every_detector_describes_itself() -> None:
 @pytest.mark.parametrize(
     ("make", "allowed"),
     [
-        (lambda: MSP(0.0), "temperature of MSP is 0.0, but it must be above 0.0"),
+        (lambda: MSP(0.0), "temperature = 0.0 is not allowed: it must be a number above 0.0"),
         (lambda: Energy(-1.0), "above 0.0"),
         (lambda: ScoreNorm(sigma=0.0), "above 0.0"),
-        (lambda: ReAct(101.0), "percentile of ReAct is 101.0, but it must be at least 0.0 and at most 100.0"),
+        (lambda: ReAct(101.0), "percentile = 101.0 is not allowed: it must be a number at least 0.0 and at most 100.0"),
         (lambda: DICE(100.0), "at least 0.0 and below 100.0"),
         (lambda: ViM(1.0), "at least 0.0 and below 1.0"),
         (lambda: KNN(0), "at least 1"),
-        (lambda: Mahalanobis(math.nan), "shrinkage of Mahalanobis is nan, but it must be at least 0.0 and at most 1.0"),
+        (lambda: Mahalanobis(math.nan), "shrinkage = nan is not allowed: it must be a number at least 0.0"),
         (lambda: Gaussian(-1e-6), "at least 0.0 and at most 1.0"),
     ],
 )

@@ -475,11 +475,16 @@ def test_a_setting_without_default_must_be_given(mine):
     assert resolve({}, {"method": f"{mine}:Needs", "tau": 0.5})[1].tau == 0.5
 
 
-@pytest.mark.parametrize(("name", "word"), [("Clash", "'lr'"), ("Abstract", "losses"), ("Unknown", "Missing")])
+@pytest.mark.parametrize(("name", "word"), [("Clash", "'lr'"), ("Abstract", "losses")])
 def test_a_method_that_cannot_be_made_is_refused(mine, name, word):
     sentence = refusal({}, {"method": f"{mine}:{name}"})
     assert word in sentence
     assert name in sentence
+
+
+def test_a_setting_whose_type_cannot_be_found_keeps_its_default(mine):
+    assert resolve({}, {"method": f"{mine}:Unknown"})[1].tau == 0.1
+    assert "Missing" in refusal({}, {"method": f"{mine}:Unknown", "tau": 0.2})
 
 
 # The configuration in Python
@@ -497,13 +502,13 @@ def test_a_method_that_cannot_be_made_is_refused(mine, name, word):
         ("participation", 2.0, "a number above 0.0 and at most 1.0"),
         ("lr", float("nan"), "a number above 0.0"),
         ("lr", float("inf"), "a number above 0.0"),
-        ("flip", 1, "True or False"),
+        ("flip", 1, "true or false"),
         ("device", "gpu", "one of 'auto', 'cpu', 'cuda'"),
         ("device", 0, "one of 'auto', 'cpu', 'cuda'"),
         ("partition", "iid", "one of 'dirichlet', 'pathological', 'by_domain'"),
-        ("out", "digits", "a tuple of texts"),
-        ("severities", (1, 6), "a tuple of whole numbers at least 1 and at most 5"),
-        ("severities", 3, "a tuple of whole numbers at least 1 and at most 5"),
+        ("out", "digits", "a list of texts"),
+        ("severities", (1, 6), "a list of whole numbers at least 1 and at most 5"),
+        ("severities", 3, "a list of whole numbers at least 1 and at most 5"),
         ("backbone", 3, "text or a function"),
         ("update_bound", -1, "'auto' or a number at least 0.0"),
         ("update_bound", float("nan"), "'auto' or a number at least 0.0"),

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.markup import escape
 from rich.table import Table as RichTable
 
 from .cli_parts import console, say
-from .config import Config, quoted
+from .config import Config
 from .data.corrupt import CORRUPTIONS
 from .engine.aggregate import RULES
 from .errors import InputError
+from .fields import allowed, hints_of, quoted
 from .methods import FOOGD, METHODS, PROFILES, AnchoredFOOGD
 from .methods.base import Method
 from .nets import BACKBONES
 from .runs import to_toml
-from .settings import PROFILE, allowed, nearest
+from .settings import PROFILE, nearest
 
 COLUMNS = ("setting", "default", "allowed", "meaning")
 ELSEWHERE = (
@@ -27,16 +28,11 @@ ELSEWHERE = (
     f"+foogd chooses what it means: {', '.join(PROFILES)}."
 )
 
-# Names are texts as far as a type can say, but not every text is one.
+# Names of what other modules register.
 _NAMES = {
-    "method": "a name from foogd methods, also with +foogd, or file.py:Class",
-    "data": "a name from foogd data list, a folder, an .npz or .csv file, or file.py:fn",
-    "out": "a list of the same as for data",
     "corruptions": f"a list of some of {quoted(CORRUPTIONS)}",
-    "proportions": "a JSON file, or authors",
     "backbone": f"one of {quoted(BACKBONES)}, or file.py:fn",
     "aggregation": f"one of {quoted(RULES)}, or one for each group",
-    "detectors": "a list of names from foogd detectors, or file.py:fn",
 }
 
 
@@ -107,10 +103,10 @@ def settings(
 
 def _lines(owner: Config | Method) -> Iterable[Setting]:
     """One line for each setting that an object of settings explains."""
-    hints = get_type_hints(type(owner))
+    hints = hints_of(type(owner))
     for item in fields(owner):  # type: ignore[arg-type]  # methods are dataclasses
         if "help" in item.metadata:
-            words = _NAMES.get(item.name) if isinstance(owner, Config) else None
+            words = item.metadata.get("words") or (_NAMES.get(item.name) if isinstance(owner, Config) else None)
             default = _toml(getattr(owner, item.name))
             yield Setting(item.name, default, words or allowed(hints[item.name], item), item.metadata["help"])
 

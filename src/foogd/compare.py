@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 
-from .config import Config
 from .engine.rng import derive_seed
 from .errors import InputError
 from .methods import shown_name
@@ -190,11 +189,7 @@ def _held(name: str, known: Collection[str]) -> str | None:
 
 def _settings(folder: Path) -> dict[str, Any]:
     need_run(folder)
-    path = folder / CONFIG
-    # A folder from before a setting existed was made with its default.
-    defaults = {item.name: item.default for item in fields(Config)}
-    shown = {key: list(value) if isinstance(value, tuple) else value for key, value in defaults.items()}
-    return shown | read_run_settings(path)
+    return read_run_settings(folder / CONFIG)
 
 
 def _samples(folder: Path) -> Samples:

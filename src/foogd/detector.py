@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from .errors import InputError
+from .fields import check
 from .types import Output, Readout
 
 if TYPE_CHECKING:
@@ -41,12 +41,7 @@ class Detector(ABC):
     """Where the detector comes from."""
 
     def __post_init__(self) -> None:
-        """Check the settings against the limits in their metadata."""
-        for item in fields(self):  # type: ignore[arg-type]  # only dataclasses call this
-            value, limits = getattr(self, item.name), item.metadata
-            if value is not None and not _allowed(value, limits):
-                name = type(self).__name__
-                raise InputError(f"the {item.name} of {name} is {value!r}, but it must be {_in_words(limits)}.")
+        check(self)
 
     def statistics(self, outputs: Output, y: Tensor, readout: Readout) -> dict[str, Tensor]:
         """What one batch of training features adds to the sums that `fit` gets."""
@@ -97,21 +92,3 @@ def linear_logits(outputs: Output, readout: Readout | None) -> Float[Tensor, "n 
 def energy(logits: Float[Tensor, "n classes"], temperature: float = 1.0) -> Float[Tensor, " n"]:
     """−T · logsumexp(g/T), in float64 (Liu et al. 2020)."""
     return -temperature * torch.logsumexp(logits.double() / temperature, dim=1)
-
-
-def _allowed(value: Any, limits: Mapping[str, Any]) -> bool:
-    # Written so that nan is outside of all limits.
-    return (
-        ("choices" not in limits or value in limits["choices"])
-        and ("ge" not in limits or value >= limits["ge"])
-        and ("gt" not in limits or value > limits["gt"])
-        and ("le" not in limits or value <= limits["le"])
-        and ("lt" not in limits or value < limits["lt"])
-    )
-
-
-def _in_words(limits: Mapping[str, Any]) -> str:
-    if "choices" in limits:
-        return " or ".join(str(choice) for choice in limits["choices"])
-    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    return " and ".join(f"{word} {limits[key]}" for key, word in words.items() if key in limits)

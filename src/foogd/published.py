@@ -9,10 +9,11 @@ from functools import cache
 from importlib import resources
 from typing import Any, final
 
-from .config import WHERE
+from .config import Config
 from .data.federation import LEFT_OUT
 from .data.partition import AUTHORS
 from .errors import InputError
+from .fields import Role
 from .methods import OURS, AnchoredFOOGD
 
 PAPER_PRESETS = ("cifar10", "cifar100", "tinyimagenet", "pacs")
@@ -26,9 +27,8 @@ NOTE = (
 OF_NODES = "on Flower the images and their split are those of the nodes, whatever the settings say"
 
 # What may differ from the preset without making the published number another one: how much is measured, and where.
-_FREE = WHERE | {
-    "method", "seed", "split_seed", "alpha", "leave_out", "data_root", "out", "corruptions", "detectors", "eval_every",
-    "eval_batch", "resident", "threads", "precision",
+_FREE = Config.of_role(Role.PLACE, Role.TEST, Role.LABEL) - {"severities", "constants", "init"} | {
+    "split_seed", "alpha", "leave_out",
 }  # fmt: skip
 # The ablations of the paper, which have published numbers of their own.
 _VARIANTS: dict[str, tuple[str, Any]] = {

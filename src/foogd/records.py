@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
-from .config import WHERE, Config
+from .config import Config
 from .errors import InputError
 from .evaluate import Row
+from .fields import Role
 from .methods import shown_name
 from .report import Report
 from .runs import CONFIG, ENVIRONMENT, FLOWER, PARTITION, ROUNDS, read_json, read_rounds, read_rows
@@ -26,34 +27,16 @@ _ROUND = {
 }  # fmt: skip
 
 # Settings that differ without making another experiment. `init` is another path for every seed: see `collect`.
-_SAME = WHERE | {
-    "method",
-    "seed",
-    "init",
-    "data_root",
-    "detectors",
-    "eval_every",
-    "eval_batch",
-    "resident",
-    "threads",
-    "on_bad",
-}
+_SAME = Config.of_role(Role.PLACE, Role.LABEL) | {"detectors", "eval_every", "eval_batch", "on_bad"}
 ON_FLOWER = "on_flower"  # beside the settings: whether the nodes of Flower brought the images
 HASH = "content_hash"  # beside the settings, where these are not enough: the hash of the training images
 _SHOWN = 8  # digits of a hash that a title shows
 LISTS = {"out": "OUT sets", "corruptions": "corruptions", "severities": "severities"}  # what a title calls them
 MANY = 4  # items of such a list: of more, a title gives the number
 # What shares images out, and says nothing about images that nodes bring.
-_SHARING = frozenset({
-    "out", "test_share", "sites", "leave_out", "partition", "alpha", "classes_per_client", "min_size", "split_seed",
-    "proportions",
-})  # fmt: skip
+_SHARING = Config.of_role(Role.SPLIT) - {"data", "on_bad", "clients", "calibration"} | {"out"}
 # Told in titles even where the data set decides them: without them two experiments would look alike.
 TOLD = frozenset({ON_FLOWER, "alpha", "rounds", "leave_out"})
-# A folder from before a setting existed was made with its default.
-_DEFAULTS = {
-    item.name: list(item.default) if isinstance(item.default, tuple) else item.default for item in fields(Config)
-}
 
 
 @final
@@ -283,18 +266,7 @@ def _with_config(place: Path) -> Iterator[Path]:
 
 def read_record(folder: Path) -> Record:
     """What a run folder holds; the code of methods and data that it names is not needed."""
-    path = folder / CONFIG
-    try:
-        written = read_run_settings(path)
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
-    missing = [key for key in ("method", "seed", "rounds", "data") if key not in written]
-    if missing:
-        raise InputError(f"{path} is half-written: it has no {', '.join(missing)}")
-    settings = _DEFAULTS | written
-    for key, default in _DEFAULTS.items():
-        if not _of_kind(settings[key], default) and not _of_kind(settings[key], _OR_AUTO.get(key, default)):
-            raise InputError(f"{path} is damaged: {key} is {settings[key]!r}; {_KINDS[type(default)]} is needed")
+    settings = read_run_settings(folder / CONFIG)
     rows = read_rows(folder)
     last = max((row.round for row in rows), default=0)
     # A run's name changes where the package gets a new setting; its folder stays.
@@ -325,19 +297,6 @@ def read_record(folder: Path) -> Record:
             raise InputError(f"{folder / PARTITION} is damaged: its {key} are not whole numbers")
     flower = (folder / FLOWER).is_file()
     return Record(folder, settings, environment, rounds, kept, partition, flower=flower)
-
-
-_OR_AUTO = {"update_bound": 0.0, "split_seed": 0}  # numbers, where the default is "auto"
-_KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", list: "a list"}
-
-
-def _of_kind(value: Any, default: Any) -> bool:
-    """Whether a setting's value is of the type of its default."""
-    if isinstance(default, float):
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if isinstance(default, list):
-        return isinstance(value, list) and all(_of_kind(item, default[0]) for item in value)
-    return type(value) is type(default)
 
 
 def _check(path: Path, content: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
@@ -512,7 +471,7 @@ def _without_idle(records: Sequence[Record]) -> list[Record]:
 
 def _is_of_run(key: str) -> bool:
     """Whether it makes a table of its own, and is no setting of a method."""
-    return key in _DEFAULTS or key in (ON_FLOWER, HASH)
+    return key in Config.__dataclass_fields__ or key in (ON_FLOWER, HASH)
 
 
 def _told(record: Record, keys: Iterable[str]) -> Settings:

@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .config import WHERE, Config
+from .config import Config
 from .errors import InputError
+from .fields import Role
 from .runs import (
     CHECKPOINT,
     CODE,
@@ -29,14 +30,14 @@ from .runs import (
 from .settings import read_run_config
 
 # Settings that say what a model is tested on and by what; no weight depends on them.
-TESTS = ("out", "corruptions", "severities", "constants", "detectors", "eval_batch", "data_root")
+TESTS = Config.of_role(Role.TEST) - {"eval_every"} | {"data_root"}
 
 
 def check_tests(changed: Mapping[str, Any]) -> None:
     """Complain about settings that training depends on."""
     for key in changed:
-        if key not in TESTS and key not in WHERE:
-            allowed = ", ".join(sorted({*TESTS, *WHERE}))
+        if key not in (free := TESTS | Config.of_role(Role.PLACE)):
+            allowed = ", ".join(sorted(free))
             raise InputError(f"setting {key!r} cannot be changed for a model that is trained: use {allowed}")
 
 

@@ -29,7 +29,7 @@ from typing import IO, Any, final, get_type_hints
 import torch
 from torch import Tensor
 
-from .config import WHERE, Config
+from .config import Config
 from .data.corrupt import CORRUPTIONS
 from .data.federation import Federation, client_labels
 from .data.leaks import count_leaks
@@ -44,6 +44,7 @@ from .engine.eager import EagerEngine, Engine, resolve_device, usable_device
 from .engine.graph import GraphEngine, make_engine
 from .errors import InputError
 from .evaluate import Evaluation, Evaluator, Row, no_numbers
+from .fields import Role
 from .methods import method_settings, shown_name, split_name, written_settings
 from .methods.base import Method
 from .model import ABOUT, MODEL, detector_tensors, is_of, model_tensors, read_about, settings_digest
@@ -73,14 +74,11 @@ TRAINING = "training images"
 WAIT = 120.0  # seconds in which another evaluation has surely written what it found
 LOST_ROUNDS = 3  # in a row, in which no update could be used: then a run stops
 # Settings that may be paths, or name files of plug-ins.
-PATHS = frozenset({"data", "data_root", "out", "init", "method", "backbone", "detectors", "proportions"})
+PATHS = {item.name for item in fields(Config) if item.metadata["path"] or item.metadata["plugin"]}
 # Settings that decide which images each client has.
-SPLIT = (
-    "data", "data_root", "sites", "on_bad", "test_share", "leave_out", "clients", "partition", "alpha",
-    "classes_per_client", "min_size", "split_seed", "proportions", "seed", "calibration",
-)  # fmt: skip
+SPLIT = sorted(Config.of_role(Role.SPLIT) | {"data_root", "seed"})
 # Files of a user on which the weights of a run depend.
-CODE = ("method", "data", "backbone")
+CODE = [item.name for item in fields(Config) if item.metadata["plugin"] and item.metadata["role"] != Role.TEST]
 Load = Callable[[str, str], ImageStore]
 
 
@@ -150,10 +148,10 @@ class Run:
 
     def same_as(self, config: Config, method: Method) -> None:
         """Complain where the folder belongs to another configuration; the place of the work may differ."""
-        mine, other = self.settings(), Run(self.folder, config, method).settings()
+        place, mine, other = Config.of_role(Role.PLACE), self.settings(), Run(self.folder, config, method).settings()
         # In the order of the settings: what differs first, the method say, often explains the rest.
         for key in dict.fromkeys([*mine, *other]):
-            if key not in WHERE and not _same_setting(key, mine.get(key), other.get(key)):
+            if key not in place and not _same_setting(key, mine.get(key), other.get(key)):
                 raise InputError(
                     f"{self.folder} holds a run with another configuration: {key} is {mine.get(key)!r} there and "
                     f"{other.get(key)!r} here; choose another --out, or go on with {resume_command(self.folder)}"

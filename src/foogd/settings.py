@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, fields
 from importlib import resources
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
-import pydantic
-
-from .config import AutoNumber, AutoWhole, Config, limits_in_words, quoted
+from .config import Config
 from .errors import InputError
+from .fields import allowed, fits, hints_of, parse
 from .methods import FOOGD, METHODS, PROFILES, AnchoredFOOGD, make_method, method_fields, split_name, variant_class
 from .methods.base import Method
 
@@ -133,8 +131,21 @@ def read_run_config(path: Path) -> tuple[Config, Method]:
 
 
 def read_run_settings(path: Path) -> dict[str, Any]:
-    """What a run's config.toml says, without settings that are gone and had their default."""
-    settings = parse_toml(path.read_bytes(), str(path))
+    """What a run's config.toml says, of types that fit, without settings that are gone and had their default.
+
+    A folder from before a setting existed was made with its default.
+    """
+    try:
+        settings = parse_toml(path.read_bytes(), str(path))
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
+    if missing := [key for key in ("method", "seed", "rounds", "data") if key not in settings]:
+        raise InputError(f"{path} is half-written: it has no {', '.join(missing)}")
+    for item in fields(Config):
+        hint, default = hints_of(Config)[item.name], item.default
+        value = settings.setdefault(item.name, list(default) if isinstance(default, tuple) else default)
+        if not fits(value, hint):
+            raise InputError(f"{path} is damaged: {item.name} is {value!r}; {allowed(hint, item)} is needed")
     kept = {key: value for key, value in settings.items() if key not in REMOVED or value != REMOVED[key]}
     if str(settings.get("method", "")).endswith("+foogd"):
         try:
@@ -205,26 +216,9 @@ def check_settings(
     for key in settings:
         if key not in known:
             raise InputError(f"setting {key!r} is not known for method {name}{near(key, known)}")
-    try:
-        hints = {owner: get_type_hints(owner) for owner in {owner for owner, _ in known.values()}}
-    except NameError as error:
-        raise InputError(f"the settings of method {name} have a type that cannot be found: {error}") from error
-    return {key: _checked(key, value, hints[known[key][0]][key], known[key][1]) for key, value in settings.items()}
-
-
-def _checked(key: str, value: Any, hint: Any, item: Field[Any]) -> Any:
-    try:
-        adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(_constrained(hint, item))
-    except pydantic.PydanticUserError:
-        raise InputError(f"setting {key!r} cannot be given as text: it is a {allowed(hint, item)}") from None
-    try:
-        found = adapter.validate_python(_as_tuple(value, hint), strict=True)
-    except pydantic.ValidationError:
-        found = None
-    # Among choices 1 would also take true and 1.0.
-    if found is None or ("choices" in item.metadata and type(found) is not type(value)):
-        raise InputError(f"{key} = {value!r} is not allowed: it must be {allowed(hint, item)}")
-    return found
+    return {
+        key: parse(key, value, hints_of(known[key][0]).get(key), known[key][1]) for key, value in settings.items()
+    }
 
 
 def near(key: str, known: Iterable[str]) -> str:
@@ -236,48 +230,3 @@ def nearest(key: str, known: Iterable[str]) -> str:
     """A guess at the name that was meant, in brackets; empty where none is near."""
     found = difflib.get_close_matches(key, known, n=1)
     return f" (did you mean {found[0]!r}?)" if found else ""
-
-
-def _as_tuple(value: Any, hint: Any) -> Any:
-    if get_origin(hint) is not tuple:
-        return value
-    if isinstance(value, str):  # --set out=digits,fashion_out and --set severities=1,3,5
-        parts = tuple(part.strip() for part in value.split(",") if part.strip())
-        return parts if get_args(hint)[0] is str else tuple(_value(part) for part in parts)
-    return tuple(value) if isinstance(value, Sequence) else (value,)
-
-
-def _plain(hint: Any) -> Any:
-    """The type that a file can hold: of `str | Callable` the text."""
-    return str if get_origin(hint) is UnionType and str in get_args(hint) else hint
-
-
-def _constrained(hint: Any, item: Field[Any]) -> Any:
-    hint = _plain(hint)
-    limits = {key: value for key, value in item.metadata.items() if key in ("ge", "gt", "le", "lt")}
-    if get_origin(hint) is tuple:
-        inner = get_args(hint)[0]
-        return tuple[Annotated[inner, pydantic.Field(**limits)], ...] if limits else hint  # type: ignore[valid-type]
-    if "choices" in item.metadata:
-        return Literal[tuple(item.metadata["choices"])]
-    if hint in (float, AutoNumber):
-        number = Annotated[float, pydantic.Field(allow_inf_nan=False, **limits)]
-        return number if hint is float else number | Literal["auto"]
-    if hint is AutoWhole:
-        return Annotated[int, pydantic.Field(**limits)] | Literal["auto"]
-    return Annotated[hint, pydantic.Field(**limits)] if limits else hint
-
-
-def allowed(hint: Any, item: Field[Any]) -> str:
-    """What a setting may be, in words."""
-    hint = _plain(hint)
-    if "choices" in item.metadata:
-        return f"one of {quoted(item.metadata['choices'])}"
-    kinds: dict[Any, str] = {
-        int: "a whole number", float: "a number", bool: "true or false", str: "text",
-        AutoNumber: "'auto' or a number", AutoWhole: "'auto' or a whole number",
-    }  # fmt: skip
-    if get_origin(hint) is tuple:
-        words = {int: "whole numbers", float: "numbers", str: "texts"}
-        return f"a list of {words[get_args(hint)[0]]}{limits_in_words(item.metadata)}"
-    return kinds.get(hint, str(hint)) + limits_in_words(item.metadata)

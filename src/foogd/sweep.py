@@ -56,7 +56,7 @@ _SCALE_KEYS = {"set", "grid"}
 # In the place of data that are missing: the embedded images, and for PACS four looks of them, one a domain.
 INSIDE, OUTSIDE, LOOKS = "fashion", ("fashion_out", "digits"), "four looks of fashion"
 LOOK_OF = {"art_painting": "gaussian_blur", "cartoon": "contrast", "photo": "brightness", "sketch": "gaussian_noise"}
-_PLUGINS = ("method", "backbone", "detectors", "data", "out")  # settings that may name a file of the user's
+_PLUGINS = [item.name for item in fields(Config) if item.metadata["plugin"]]
 
 
 @final

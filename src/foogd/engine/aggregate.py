@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Protocol, final
 
 import torch
 
-from ..config import AutoNumber, Config
+from ..config import Config
 from ..errors import InputError
+from ..fields import AutoNumber
 from ..types import ClientState, ServerState, Survey, Update
 from .arena import Layout
 

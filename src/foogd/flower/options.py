@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, final
 
-from ..config import Config, setting
+from ..config import Config
 from ..engine.aggregate import least_updates
 from ..errors import InputError
+from ..fields import check, setting
 from ..methods.base import Method
 from ..settings import check_settings, read_preset, resolve
 from ..simulate import need_updates, round_size
@@ -33,6 +34,9 @@ class Options:
     server_device: str = setting("cpu", "where the server computes", choices=("auto", "cpu", "cuda"))
     poll: float = setting(1.0, "seconds between two looks for answers", gt=0.0)
     settings: str = setting("", "all settings as one text; foogd flower submit writes it")
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 def read_options(given: Mapping[str, Any]) -> tuple[Options, Config, Method]:

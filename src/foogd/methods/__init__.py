@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import Field, fields, replace
 from typing import Any
 
-from ..config import quoted
 from ..errors import InputError
+from ..fields import quoted
 from ..plugins import blamed, load_object
 from .anchored import AnchoredFOOGD
 from .base import HINT, Method, class_flaw

@@ -14,6 +14,7 @@ from ..data.augment import fourier_mix
 from ..engine.arena import ServerNets
 from ..engine.rng import with_seed
 from ..errors import InputError
+from ..fields import check
 from ..nets.learning import learnable
 from ..types import Batch, Context, Nets, Optimiser, Output, Phase, Readout, Rng, ServerState, Survey
 
@@ -36,6 +37,10 @@ class Method(ABC):
 
     passes: ClassVar[str] = "none"
     """What it computes beyond FedAvg's one pass over a batch, in words."""
+
+    def __post_init__(self) -> None:
+        """Check the settings; a method with a check of its own calls this one, too."""
+        check(self)
 
     @property
     def groups(self) -> Mapping[str, tuple[str, ...]]:

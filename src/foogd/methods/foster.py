@@ -65,6 +65,7 @@ class FOSTER(Method):
     passes: ClassVar[str] = "the generator and the head on generated features; the server trains the generator"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.select > self.candidates:
             raise InputError(f"select = {self.select} is not allowed: there are {self.candidates} candidates a class")
 
