@@ -276,17 +276,17 @@ def stein(beside: Sequence[tuple[Claim, list[Line]]]) -> Iterator[str]:
         "others; the public code trains FOOGD with another optimiser than FedAvg, with flips, and with the second view "
         "in the cross-entropy too. Accuracy on IN as printed:"
     )
-    heads = ("", "FedAvg", "without SAG", "FOOGD", "gain", "of it without SAG", "left for SAG")
-    yield Table("", heads, tuple(rows)).markdown((0,))
+    printed = ("", "FedAvg", "without SAG", "FOOGD", "gain", "of it without SAG", "left for SAG")
+    yield Table("", printed, tuple(rows)).markdown((0,))
     yield (
         "In our code FOOGD without SAG is FedAvg bit for bit, so what a published run of ours gains over FedAvg is the "
-        "Stein term's, or chance. What the second view alone gives (+aug: it is in the cross-entropy) stands beside it. "
-        "The paper prints none of these:"
+        "Stein term's, or chance. What the second view alone gives, in the cross-entropy (+aug), stands beside it. The "
+        "paper prints none of these:"
     )
     measured = [(claim.about["says"], line.cells()) for claim, lines in beside for line in lines if line.measured]
-    shown = [(says, where, net, small, anchored) for says, (where, _, net, _, small, anchored) in measured]
+    shown = tuple((says, where, net, small, anchored) for says, (where, _, net, _, small, anchored) in measured)
     heads = ("", "difference", "paper's net", "small CNN", "anchored, not in the paper")
-    yield Table("", heads, tuple(shown)).markdown((0, 1, 4))
+    yield Table("", heads, shown).markdown((0, 1, 4))
 
 
 def other_out(sweeps: Sweeps) -> Iterator[str]:
