@@ -243,9 +243,15 @@ def overview(found: Sequence[tuple[Claim, list[Line]]], sweeps: Sweeps) -> str:
             said = ", ".join(f"{verdicts[word]} {word}" for word in order if verdicts[word])
         small = [line.direction for line in lines if line.small]
         same = f"{small.count(SAME)} of {len(small)}" if small else NO_VALUE
-        shown.append((claim.about["part"], claim.about["says"], said, same))
+        part = claim.about["part"]
+        shown.append((f"[{part}](#{anchor(part)})" if lines else part, claim.about["says"], said, same))
     heads = ("in the paper", "claim", "verdicts: paper's net", "small CNN: same direction")
     return Table("", heads, tuple(shown)).markdown((0, 1, 2))
+
+
+def anchor(heading: str) -> str:
+    """Where a page of GitHub has this heading."""
+    return "".join(letter for letter in heading.lower() if letter.isalnum() or letter in " -").replace(" ", "-")
 
 
 def cost(about: Mapping[str, str], sweeps: Sweeps) -> str:
