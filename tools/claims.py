@@ -148,6 +148,12 @@ class Claim:
 
     about: Mapping[str, Any]
 
+    @property
+    def other_side(self) -> str:
+        """What sets the other side apart beside its method."""
+        said = {key: value for key, value in self.about["than"].items() if key != "method"}
+        return "".join(f" ({key} = {value})" for key, value in said.items())
+
     def lines(self, sweeps: Sweeps) -> Iterator[Line]:
         for point in self.about.get("at", ()):
             where = point | {"data": self.about["data"]}
@@ -224,7 +230,8 @@ def judged(found: Sequence[tuple[Claim, list[Line]]]) -> str:
         for line in lines:
             if line.net and line.printed is not None:
                 ours, than = (LIST["names"][claim.about[side]["method"]] for side in ("ours", "than"))
-                numbers = shown[line.verdict].setdefault(f"{ours} over {than}, {line.at}", [])
+                which = f"{claim.about['part']}, {ours} over {than}{claim.other_side}, {line.at}"
+                numbers = shown[line.verdict].setdefault(which, [])
                 numbers.append(f"{line.measure} {difference(line.net)} (printed {signed(line.printed)})")
     return "\n".join(
         f"- **{word}**: {'; '.join(f'{which}: ' + ', '.join(numbers) for which, numbers in by.items())}"
