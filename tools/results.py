@@ -2,7 +2,7 @@
 
 python tools/results.py keep SWEEP RUN_FOLDER...     # adds these runs, or replaces them
 python tools/results.py config SWEEP RUN > my.toml   # all settings of a kept run; foogd run my.toml repeats it
-python tools/results.py page                         # writes the tables of docs/results.md
+python tools/results.py page                         # writes the claims (claims.py) and the tables of docs/results.md
 python tools/results.py page --check                 # fails where the page is not what the rows say
 
 results/SWEEP.csv has one number a line and one run a column, of the last evaluated round. results/SWEEP.toml has the
@@ -25,6 +25,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, final
 
+import claims
+
 from foogd import InputError
 from foogd.evaluate import Row
 from foogd.methods import shown_name
@@ -39,7 +41,7 @@ PAGE = ROOT / "docs" / "results.md"
 KEY = ("scope", "split", "dataset", "corruption", "severity", "detector", "metric")
 MADE = ("commit", "device", "gpu", "processor", "cores", "precision", "python")
 SHOWN = ("msp", "energy", "score_norm", "score_near", "span_own", "score_span")
-CROP, RESIZE, FOUR = "LSUN-like crop", "LSUN-like resize", "mean of four"
+CROP, RESIZE, NEAR, FOUR = "LSUN-like crop", "LSUN-like resize", "tinyimagenet", "mean of four"
 MARK = "<!-- From here on the page is made by python tools/results.py page. -->"
 
 
@@ -127,7 +129,7 @@ class Sweep:
     def label(self, name: str, run: Kept) -> str:
         """What a table calls a run: its name without what the sweep or the table says, and how far it got."""
         said = run.settings
-        gone = {*self.name.split("-"), str(said["alpha"]), str(said["seed"]), f"s{said['seed']}"}
+        gone = {*self.name.split("-"), str(said["alpha"]), str(said["seed"]), f"s{said['seed']}", "anchored"}
         method, *words = (word for word in name.split("-") if word not in gone)
         with contextlib.suppress(InputError):  # a score network that is gone: neither of today's two variants
             method = shown_name({"profile": profile_of(said)}, method)
@@ -146,7 +148,7 @@ class Sweep:
                 scope, split, dataset, kind, severity, detector, metric = key
                 about = (kind or None, int(severity) if severity else None, detector or None, metric)
                 rows.append(Row(*who, scope, None, dataset, split, *about, float(value), 0.0))
-                if split == "out" and dataset != RESIZE:
+                if split == "out" and dataset not in (RESIZE, NEAR):
                     four.setdefault((scope, detector, metric), []).append(float(value))
             for (scope, detector, metric), found in four.items():
                 if len(found) == 4:
@@ -238,7 +240,9 @@ def page() -> str:
     """The page with all that follows its mark made new."""
     sweeps = [Sweep.read(name) for name in sorted(place.stem for place in RESULTS.glob("*.toml"))]
     contents = "\n".join(f"- [{one.name}](#{one.name}): {one.about['title']}" for one in sweeps)
-    return "\n\n".join([PAGE.read_text().partition(MARK)[0] + MARK, contents, *map(section, sweeps)]) + "\n"
+    runs = {one.name: one.runs for one in sweeps}
+    parts = [claims.section(lambda name: runs.get(name, {})), "## The runs, by sweep", contents, *map(section, sweeps)]
+    return "\n\n".join([PAGE.read_text().partition(MARK)[0] + MARK, *parts]) + "\n"
 
 
 def keep(name: str, folders: Sequence[Path]) -> None:
