@@ -1,6 +1,6 @@
-"""What the generator of FedATOL draws after some rounds of `fed_gan`, on the embedded data: docs/fedatol_images.png.
+"""What the generator of FedATOL draws after some rounds of the demo: the picture in docs/methods.md.
 
-python benchmarks/gan_images.py docs/fedatol_images.png [--rounds 0 5 20 50] [--gan-lr 0.001]
+python benchmarks/gan_images.py docs/fedatol_images.png [--rounds 0 5 10 20] [--gan-lr 0.001]
 
 Each row is one number of rounds: eight latents of class means, as auxiliary images have them, and eight of outliers.
 The model trains beside it, as plainly as it can: the GAN does not see it.
@@ -30,7 +30,7 @@ SHOWN = 8  # images of each kind in a row
 def rows(rounds: list[int], lr: float) -> Iterator[tuple[int, Tensor]]:
     """The numbers of rounds and the images after them."""
     alone = {"aux_id": False, "lambda_ood": 0.0, "lambda_al": 0.0}
-    config, method = resolve(read_preset("demo"), {"method": "fedatol", "generator": "fed_gan", "gan_lr": lr, **alone})
+    config, method = resolve(read_preset("demo"), {"method": "fedatol", "gan_lr": lr, **alone})
     assert isinstance(method, FedATOL)
     method, config = replace(method, gan_rounds=max(rounds)), replace(config, rounds=max(rounds))
     engine = EagerEngine(method, make_federation(config), config)
@@ -53,8 +53,8 @@ def rows(rounds: list[int], lr: float) -> Iterator[tuple[int, Tensor]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("picture", type=Path)
-    parser.add_argument("--rounds", type=int, nargs="+", default=[0, 5, 20, 50])
-    parser.add_argument("--gan-lr", type=float, default=FedATOL.gan_lr)
+    parser.add_argument("--rounds", type=int, nargs="+", default=[0, 5, 10, 20])
+    parser.add_argument("--gan-lr", type=float, default=read_preset("demo")["fedatol"]["gan_lr"])
     chosen = parser.parse_args()
     made = dict(rows(chosen.rounds, chosen.gan_lr))
     lines = [torch.cat([pad(image[0], (1, 1, 1, 1)) for image in images], 1) for images in made.values()]

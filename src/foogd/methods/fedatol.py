@@ -100,8 +100,8 @@ class FedATOL(Method):
     generator_width: int = field(
         default=0, metadata={"ge": 0, "help": "channels of the generator; 0: 64, and fewer for images below 32 pixels"}
     )
-    gan_epochs: int = field(default=5, metadata={"ge": 0, "help": "epochs of the server's GAN (central)"})
-    gan_rounds: int = field(default=5, metadata={"ge": 0, "help": "rounds in which the clients train a GAN (fed_gan)"})
+    gan_epochs: int = field(default=20, metadata={"ge": 0, "help": "epochs of the server's GAN (central)"})
+    gan_rounds: int = field(default=20, metadata={"ge": 0, "help": "rounds in which the clients train a GAN (fed_gan)"})
     gan_lr: float = field(default=2e-4, metadata={"gt": 0.0, "help": "learning rate of the GAN"})
 
     paper: ClassVar[str] = "Zheng et al., NeurIPS 2023"
