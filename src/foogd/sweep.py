@@ -78,7 +78,7 @@ SCALES: dict[str, Scale] = {
         settings={
             "backbone": "cnn", "rounds": 1, "local_epochs": 1, "batch_size": 32, "eval_every": 0, "severities": [3],
             "foogd": {"score_width": 32}, "fedatol": {"generator_width": 4, "gan_epochs": 1, "gan_rounds": 1},
-            "foster": {"generator_batch": 32}, "fedicon": {"head_epochs": 1, "personal_epochs": 1},
+            "foster": {"generator_batch": 32, "candidates": 50}, "fedicon": {"head_epochs": 1, "personal_epochs": 1},
         },
         first_only=("seed", "alpha"), clients=3, train=160, test=60, out=30, replaces=True,
     ),
