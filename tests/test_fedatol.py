@@ -191,7 +191,7 @@ def test_sizes_are_those_of_the_paper(config):
 
 def test_the_demo_has_a_generator_for_a_processor():
     _, method = resolve(read_preset("demo"), {"method": "fedatol"})
-    assert method == FedATOL(generator_width=8, gan_rounds=10, gan_lr=1e-3)
+    assert method == FedATOL(generator_width=8, gan_rounds=3, gan_lr=1e-3)
 
 
 # The loss
