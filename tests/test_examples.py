@@ -1,12 +1,14 @@
-"""The example and the benchmark that no other test runs: the toy in the plane, and what the framework costs."""
+"""The examples and benchmarks that no other test runs: the toy in the plane, and what the framework costs."""
 
 import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from scipy.stats import multivariate_normal
 
 ROOT = Path(__file__).parent.parent
@@ -69,3 +71,11 @@ def test_the_cost_of_the_framework_is_measured_with_the_model_that_the_page_name
     framework, bare, values = script("benchmarks/overhead.py").time_rounds(1, warm_up=0)
     assert min(*framework, *bare) > 0
     assert f"({values:,} values), no training" in (ROOT / "docs" / "performance.md").read_text()
+
+
+def test_the_picture_of_fedatols_generator_has_a_line_a_number_of_rounds(tmp_path, monkeypatch):
+    place = tmp_path / "images.png"
+    monkeypatch.setattr(sys, "argv", ["gan_images.py", str(place), "--rounds", "0", "1"])
+    script("benchmarks/gan_images.py").main()
+    first, second = torch.from_numpy(np.array(Image.open(place))).float().view(2, 30, 16 * 30)
+    assert second[1:-1, 1:29].std() > 3 * first[1:-1, 1:29].std()  # grey before anything is learnt

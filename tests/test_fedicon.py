@@ -212,31 +212,25 @@ def test_without_steps_it_is_plain_evaluation(nets, images, federation, config):
     assert not method.adapts
 
 
-@pytest.mark.parametrize("tta", ["simclr", "tent"])
-def test_a_step_a_batch_then_the_clean_images(tta, nets, images):
+def test_a_step_a_batch_then_the_clean_images(nets, images):
     """The rule with a copy of the nets and torch's SGD; what a batch has changed stays for the next."""
     before = {name: value.clone() for name, value in nets.state_dict().items()}
-    method = FedICON(tta=tta, tta_lr=0.05, test_batch=16)
+    method = FedICON(tta_lr=0.05, test_batch=16)
     batches = images.split(16)
     found = answers(method, nets, context(nets, std=0.25, mean=0.5), batches)
 
     own = copy.deepcopy(nets)
-    norms = [module for module in own["backbone"].modules() if isinstance(module, nn.BatchNorm2d)]
-    moving = list(own["backbone"].parameters()) if tta == "simclr" else [p for n in norms for p in n.parameters()]
+    moving = list(own["backbone"].parameters())
     for parameter in moving:
         parameter.requires_grad_(True)
     optimiser, streams = torch.optim.SGD(moving, lr=0.05), Streams(0)
     for x, output in zip(batches, found, strict=True):
-        if tta == "simclr":
-            pair = [
-                own["backbone"]((contrastive_view(x * 0.25 + 0.5, rng) - 0.5) / 0.25)
-                for rng in (lambda purpose: streams(f"first {purpose}"), streams)
-            ]
-            loss = simclr(*pair, temperature=0.1)
-        else:
-            loss = torch.distributions.Categorical(logits=method.logits(own, own["backbone"](x))).entropy().mean()
+        pair = [
+            own["backbone"]((contrastive_view(x * 0.25 + 0.5, rng) - 0.5) / 0.25)
+            for rng in (lambda purpose: streams(f"first {purpose}"), streams)
+        ]
         optimiser.zero_grad()
-        loss.backward()
+        simclr(*pair, temperature=0.1).backward()
         optimiser.step()
         z = own["backbone"](x)
         assert torch.allclose(output.logits, method.logits(own, z), atol=1e-3)
@@ -247,23 +241,21 @@ def test_a_step_a_batch_then_the_clean_images(tta, nets, images):
 
 
 def test_statistics_of_batch_normalisation_stay_as_they_were_trained(nets, images):
-    for tta in ("simclr", "tent"):
-        method = FedICON(tta=tta, tta_lr=1e-12)
-        (output,) = answers(method, nets, context(nets), [2 + images])
-        assert torch.allclose(output.logits, method.logits(nets, nets["backbone"](2 + images)), atol=1e-4)
+    method = FedICON(tta_lr=1e-12)
+    (output,) = answers(method, nets, context(nets), [2 + images])
+    assert torch.allclose(output.logits, method.logits(nets, nets["backbone"](2 + images)), atol=1e-4)
 
 
 def test_a_few_images_are_only_predicted(nets, images):
-    for tta in ("simclr", "tent"):
-        method = FedICON(tta=tta, tta_lr=0.05)
-        few, many = answers(method, nets, context(nets), [images[:31], images[:32]])
-        assert torch.equal(few.logits, method.logits(nets, nets["backbone"](images[:31])))
-        assert not torch.allclose(many.logits[:31], few.logits, atol=1e-3)
+    method = FedICON(tta_lr=0.05)
+    few, many = answers(method, nets, context(nets), [images[:31], images[:32]])
+    assert torch.equal(few.logits, method.logits(nets, nets["backbone"](images[:31])))
+    assert not torch.allclose(many.logits[:31], few.logits, atol=1e-3)
 
 
 def test_someone_unknown_has_no_private_classifier(nets, images):
     nn.init.normal_(nets["personal_head"].weight)
-    for tta in ("none", "simclr", "tent"):
+    for tta in ("none", "simclr"):
         method = FedICON(tta=tta, tta_lr=1e-12)
         (output,) = answers(method, nets, replace(context(nets), unknown=True), [images])
         wanted = method.generic_logits(nets, nets["backbone"](images))
@@ -277,12 +269,6 @@ def test_episodes_forget_and_streams_do_not(nets, images):
     carried = answers(FedICON(tta_lr=0.05, test_batch=16), nets, ctx, [images, images])
     assert torch.equal(carried[0].logits, one.logits)
     assert not torch.allclose(carried[1].logits, one.logits, atol=1e-3)
-
-
-def test_entropy_steps_need_batch_normalisation(nets, images):
-    plain = nn.ModuleDict({**dict(nets.items()), "backbone": nn.Sequential(nn.Flatten(), nn.Linear(768, 128))})
-    with pytest.raises(InputError, match="no batch normalisation"):
-        answers(FedICON(tta="tent"), plain, context(plain), [images])
 
 
 def test_a_run_repeats_and_its_streams_do_not_touch_each_other(federation, config):

@@ -55,7 +55,7 @@ def stream(method, nets, batches):
 def by_the_book(nets, batches, keep):
     """The rule, one sample and one class at a time."""
     head = nets["head"]
-    book = [(w, c, float(entropy_of(head(w)))) for c, w in enumerate(head.weight)]
+    book = [(w, int(head(w).argmax()), float(entropy_of(head(w)))) for w in head.weight]
     outputs = []
     for x in batches:
         z = nets["backbone"](x)
@@ -63,7 +63,7 @@ def by_the_book(nets, batches, keep):
         rows = []
         for c in range(head.out_features):
             own = sorted((item for item in book if item[1] == c), key=lambda item: item[2])[:keep]
-            rows.append(unit(sum(unit(u) for u, _, _ in own)))
+            rows.append(unit(sum((unit(u) for u, _, _ in own), torch.zeros(head.in_features))))
         outputs.append(z @ torch.stack(rows).T)
     return outputs
 
@@ -112,30 +112,43 @@ def test_a_batch_sees_itself_and_the_order_of_batches_matters(nets, images):
     assert not torch.allclose(turned, parts, atol=1e-4)
 
 
-def test_the_warm_up_alone_is_the_unit_rows_and_not_the_head(nets):
-    head = nets["head"]
-    z = torch.rand(50, head.in_features, generator=torch.Generator().manual_seed(0))
-    start = warm_up(head)
-    assert torch.equal(start.label, torch.arange(5))
-    assert torch.allclose(start.entropy, entropy_of(head(head.weight)), atol=1e-6)
-    logits = z @ prototypes(start, classes=5).T
-    assert torch.allclose(logits, z @ unit(head.weight).T, atol=1e-6)
-    assert not torch.equal(logits.argmax(1), head(z).argmax(1))
-    equal = nn.Linear(head.in_features, 5)
-    with torch.no_grad():
-        equal.weight.copy_(3 * unit(head.weight))
-        equal.bias.zero_()
-        logits = z @ prototypes(warm_up(equal), classes=5).T
-        assert torch.equal(logits.argmax(1), equal(z).argmax(1))
-
-
-def test_a_row_that_the_head_gives_to_another_class_still_stands_for_its_own():
-    head = nn.Linear(2, 3).requires_grad_(False)
-    head.weight.copy_(torch.tensor([[1.0, 0.0], [4.0, 1.0], [0.0, 1.0]]))
+def test_where_each_row_is_of_its_class_the_warm_up_alone_is_the_unit_rows_and_not_the_head(nets):
+    rough = warm_up(nets["head"])
+    assert torch.equal(rough.label, nets["head"](nets["head"].weight).argmax(1))
+    assert torch.allclose(rough.entropy, entropy_of(nets["head"](nets["head"].weight)), atol=1e-6)
+    z = torch.rand(50, 5, generator=torch.Generator().manual_seed(0))
+    head = nn.Linear(5, 5).requires_grad_(False)
     head.bias.zero_()
-    assert int(head(head.weight)[0].argmax()) == 1
-    found = prototypes(surest(warm_up(head), limit=1, classes=3), classes=3)
-    assert torch.allclose(found, unit(head.weight))
+    for lengths, same in ((torch.full((5,), 3.0), True), (torch.arange(2.0, 7.0), False)):
+        head.weight.copy_(torch.diag(lengths) + 0.1)
+        start = warm_up(head)
+        assert torch.equal(start.label, torch.arange(5))
+        logits = z @ prototypes(start, classes=5).T
+        assert torch.allclose(logits, z @ unit(head.weight).T, atol=1e-6)
+        assert torch.equal(logits.argmax(1), head(z).argmax(1)) == same
+
+
+def test_a_row_that_the_head_gives_to_another_class_stands_for_that_one_and_its_own_is_empty():
+    head = nn.Linear(2, 3).requires_grad_(False)
+    head.weight.copy_(torch.tensor([[1.0, 0.0], [4.0, 1.0], [0.0, 3.0]]))
+    head.bias.zero_()
+    assert head(head.weight).argmax(1).tolist() == [1, 1, 2]
+    found = prototypes(surest(warm_up(head), limit=100, classes=3), classes=3)
+    rows = unit(head.weight)
+    assert torch.allclose(found, torch.stack([torch.zeros(2), unit(rows[0] + rows[1]), rows[2]]))
+
+
+def test_a_class_without_a_prototype_has_the_logit_0_until_an_image_of_it_comes():
+    head = nn.Linear(2, 3).requires_grad_(False)
+    head.weight.copy_(torch.tensor([[1.0, 0.0], [2.0, -1.0], [0.0, 1.0]]))
+    head.bias.copy_(torch.tensor([0.0, 0.0, -10.0]))  # nothing is of class 2 but what is far up
+    nets = nn.ModuleDict({"backbone": nn.Flatten(), "head": head})
+    up, right = torch.tensor([[0.0, 20.0]]), torch.tensor([[3.0, 0.5], [1.0, 1.0]])
+    first, second, third = stream(FedT3A(), nets, [right, up, right])
+    assert bool((first.logits[:, 2] == 0).all())
+    assert torch.isfinite(first.logits).all()
+    assert float(second.logits[0, 2]) == 20.0
+    assert torch.equal(third.logits[:, 2], right[:, 1])
 
 
 def test_for_fixed_supports_the_class_does_not_depend_on_the_length_of_a_feature(rng):

@@ -109,6 +109,7 @@ def not_finite(arrays):
         ("fedrod+foogd", {"participation": 0.67, "rounds": 3}),  # a private net
         ("foster", {}),  # a private net, and one that only the server changes
         ("fediir", {"keep_momentum": True}),  # a question before training
+        ("fedatol", {"gan_rounds": 1, "generator_width": 2}),  # a GAN that the nodes train in the first round
         ("scaffold", {"rounds": 3}),  # memory of the client, uploads beside the model
     ],
 )

@@ -10,10 +10,8 @@ from foogd import Config, simulate
 from foogd.detect import resolve_detector
 from foogd.engine.eager import EagerEngine
 from foogd.engine.graph import GraphEngine
-from foogd.errors import InputError
 from foogd.evaluate import Evaluator, evaluate
 from foogd.methods import METHODS, make_method, possible_names
-from foogd.simulate import initial_state
 from foogd.testing import CONTRACT, check_method
 
 
@@ -156,9 +154,3 @@ def test_slots_hold_what_is_frozen_too(name, backbone, federation, config):
 def test_the_contract_holds_on_a_frozen_backbone(name, backbone):
     own = {"head_lr": 0.1, "body_lr": 0.005} if name == "fedicon" else {}
     check_method(method_of(name, own), config=replace(CONTRACT, backbone=backbone, rounds=12))
-
-
-def test_test_images_cannot_move_batch_normalisation_that_is_frozen(federation, config):
-    engine = EagerEngine(make_method("fedicon", {"tta": "tent"}), federation, config)
-    with pytest.raises(InputError, match="no batch normalisation that learns"):
-        evaluate(engine, initial_state(engine), {})

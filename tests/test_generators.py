@@ -147,15 +147,6 @@ def test_the_feature_generator_follows_the_label_and_the_noise() -> None:
     assert (net(eps, y) != net(eps.flip(0), y)).any(1).all()
 
 
-def test_the_last_relu_is_optional() -> None:
-    eps, y = normal(20, 64), torch.arange(20) % 4
-    plain, positive = (
-        with_seed(generator(0), lambda relu=relu: FeatureGenerator(8, 4, relu=relu)) for relu in (False, True)
-    )
-    assert plain(eps, y).min() < 0
-    assert torch.equal(positive(eps, y), plain(eps, y).relu())
-
-
 def test_a_generator_can_be_trained_to_fool_a_discriminator() -> None:
     make, judge = with_seed(
         generator(0), lambda: (ImageGenerator((1, 8, 8), latent=8, width=8), ImageDiscriminator((1, 8, 8), width=8))

@@ -1021,6 +1021,13 @@ def test_a_method_that_adapts_to_its_test_stream_is_read_with_care(tmp_path):
     assert "stream" not in findings(collect(find_runs([folder])))[-1].text
 
 
+def test_whoever_pools_data_is_named(tmp_path):
+    for generator in ("fed_gan", "central"):
+        make_run(tmp_path / generator, "fedatol", samples=False, generator=generator)
+        said = "the server trained on the images of all clients" in findings(collect(find_runs([tmp_path])))[-1].text
+        assert said == (generator == "central")
+
+
 def test_the_best_is_named_and_a_small_lead_is_called_level(demo, tmp_path):
     texts = {one.title: one.text for one in findings(collect(find_runs([demo])))}
     assert texts["Clean images"].startswith("fedrod+foogd classifies")

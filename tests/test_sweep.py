@@ -623,6 +623,39 @@ def test_the_sweeps_of_the_paper_have_its_values():
     assert values("figures", "method") >= {"fedatol", "fedavg+foogd", "fedthe", "fedrod+foogd"}
 
 
+def test_beside_printed_numbers_fedatol_has_a_line_of_its_own_with_the_authors_pooled_data():
+    for name in ("cifar10", "cifar100", "other-out", "tinyimagenet", "corruptions-cifar10", "corruptions-cifar100"):
+        found = plan(name, read_sweep(name))
+        built = {point.label: found.resolved(point, Path("o"))[1] for point in found.points}
+        pooled = {label: method.generator for label, method in built.items() if label.startswith("fedatol")}
+        assert pooled == {"fedatol": "fed_gan", "fedatol, pools data": "central"}
+        assert {label for label, method in built.items() if method.pools_data} == {"fedatol, pools data"}
+
+
+def test_a_variant_keeps_of_its_own_methods_those_that_are_asked_for():
+    def labels(scale="full", **overrides):
+        return {point.label for point in plan("other", read_sweep("other.toml"), scale, overrides).points}
+
+    text = '''
+base = "cifar10"
+[grid]
+method = ["fedavg", "fedrod"]
+[[variants]]
+name = ""
+[[variants]]
+name = "own"
+momentum = 0.5
+grid = { method = ["fedrod", "fedln"] }
+[tiny.grid]
+method = ["fedln"]
+'''
+    read(text)
+    assert labels() == {"fedavg", "fedrod", "fedrod, own", "fedln, own"}
+    assert labels(method="fedrod") == {"fedrod", "fedrod, own"}
+    assert labels(method="fedavg") == {"fedavg"}
+    assert labels("tiny") == {"fedln", "fedln, own"}
+
+
 def test_the_tables_name_the_rate_of_each_alpha_and_the_ablations_start_from_a_run_of_the_same_one():
     for name in ("cifar10", "cifar100", "ablation-cifar10", "ablation-cifar100", "detectors"):
         found = plan(name, read_sweep(name))

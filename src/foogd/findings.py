@@ -472,6 +472,8 @@ def _cautions(collection: Collection) -> Iterator[Finding]:
             f"{', '.join(adapting)} {'adapts' if one else 'adapt'} to the test stream, and every test set was a stream "
             f"of its own: what {'its' if one else 'their'} detectors tell apart may be streams rather than images."
         )
+    if any(record.settings.get("generator") == "central" for record in records):
+        parts.append("With generator=central the server trained on the images of all clients: no federation could.")
     unfinished = [record for record in records if not record.finished]
     if unfinished:
         some = ", ".join(f"{r.folder.name} ({r.last_round} of {r.settings['rounds']} rounds)" for r in unfinished[:3])

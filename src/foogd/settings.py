@@ -33,6 +33,8 @@ REMOVED: dict[str, Any] = {
     "score_net": "anchored", "standardise": True, "conditioned": True, "score_features": "eval", "joint_views": True,
     "dsm_target": "score", "anneal_power": 2.0, "mmd_kernels": 2, "ksd_pairs": "aug", "ksd_power": 2.0,
     "ksd_log": True, "view_clip": 255, "score_optimiser": "adam", "score_momentum": 0.0,
+    # of FedATOL and FOSTER
+    "repo_label_shift": False, "relu": False,
     # of the run
     "weighting": "samples", "partners": "own", "train_constants": "dataset",
 }  # fmt: skip

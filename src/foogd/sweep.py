@@ -78,14 +78,14 @@ SCALES: dict[str, Scale] = {
         settings={
             "backbone": "cnn", "rounds": 1, "local_epochs": 1, "batch_size": 32, "eval_every": 0, "severities": [3],
             "foogd": {"score_width": 32}, "fedatol": {"generator_width": 4, "gan_epochs": 1, "gan_rounds": 1},
-            "foster": {"generator_batch": 32}, "fedicon": {"head_epochs": 1, "personal_epochs": 1},
+            "foster": {"generator_batch": 32, "candidates": 50}, "fedicon": {"head_epochs": 1, "personal_epochs": 1},
         },
         first_only=("seed", "alpha"), clients=3, train=160, test=60, out=30, replaces=True,
     ),
     "small": Scale(
         settings={
             "backbone": "cnn", "rounds": 10, "local_epochs": 1, "batch_size": 64, "eval_every": 0,
-            "severities": [1, 3, 5], "foogd": {"score_width": 256}, "fedatol": {"generator_width": 8},
+            "severities": [1, 3, 5], "foogd": {"score_width": 256}, "fedatol": {"generator_width": 8, "gan_lr": 1e-3},
         },
         first_only=("seed",), train=5_000, test=1_000, out=500,
     ),
@@ -314,10 +314,14 @@ def plan(
     rules = content.get("where", ())
     variants = content.get("variants", [{"name": ""}])
     names = [variant["name"] for variant in variants]
+    # Where a scale or --set chooses methods, a variant keeps of its own methods those among them, be it none.
+    asked = [overrides["method"]] if overrides and "method" in overrides else own.get("grid", {}).get("method")
     points: dict[str, Point] = {}
     for variant in variants:
         own_grid = {**grid, **variant.get("grid", {})}
         own_grid |= {key: [value] for key, value in (overrides or {}).items() if key in own_grid}
+        if asked is not None and "method" in variant.get("grid", {}):
+            own_grid["method"] = [name for name in variant["grid"]["method"] if name in asked]
         own_grid = {axis: values[:1] if axis in cut else values for axis, values in own_grid.items()}
         fixed = {key: value for key, value in variant.items() if key not in _VARIANT_KEYS}
         for key in (*own_grid, *(overrides or {}), *(key for rule in rules for key in rule["set"])):

@@ -71,18 +71,18 @@ class FedATOL(Method):
 
     `generator` says where G comes from, and what that costs in privacy:
 
-    - random: untrained, from the run's seed. It has seen no image, so it shows none.
     - fed_gan: a GAN that the clients train in the first `gan_rounds` rounds and the server averages. Images stay where
       they are, but generator and discriminator learn from them and every client gets both: what a GAN remembers of a
       client's images, all others can see. Both stay in the row that travels, and count there, in later rounds too.
+    - random: untrained, from the run's seed. It has seen no image, so it shows none.
     - central: a GAN that the server trains on the images of all clients before round 1, as the authors did. The server
       then has everybody's images. That is possible in a simulation only, or with public data of the same kind.
     """
 
     views: int = field(default=1, metadata={"choices": (1, 2), "help": "2: losses on the augmented view too"})
     generator: str = field(
-        default="random",
-        metadata={"choices": ("random", "fed_gan", "central"), "help": "where the generator comes from; see privacy"},
+        default="fed_gan",
+        metadata={"choices": ("fed_gan", "random", "central"), "help": "where the generator comes from; see privacy"},
     )
     mu: float = field(default=5.0, metadata={"gt": 0.0, "help": "entries of the latent class means are -mu or mu"})
     s: float = field(default=0.1, metadata={"ge": 0.0, "help": "standard deviation of latents around a class mean"})
@@ -97,19 +97,15 @@ class FedATOL(Method):
     bn: str = field(
         default="joint", metadata={"choices": ("joint", "real"), "help": "real: running statistics of real images only"}
     )
-    repo_label_shift: bool = field(
-        default=False, metadata={"help": "real and auxiliary images of a class repel each other, as released"}
-    )
     generator_width: int = field(
         default=0, metadata={"ge": 0, "help": "channels of the generator; 0: 64, and fewer for images below 32 pixels"}
     )
-    gan_epochs: int = field(default=5, metadata={"ge": 0, "help": "epochs of the server's GAN (central)"})
-    gan_rounds: int = field(default=5, metadata={"ge": 0, "help": "rounds in which the clients train a GAN (fed_gan)"})
+    gan_epochs: int = field(default=20, metadata={"ge": 0, "help": "epochs of the server's GAN (central)"})
+    gan_rounds: int = field(default=20, metadata={"ge": 0, "help": "rounds in which the clients train a GAN (fed_gan)"})
     gan_lr: float = field(default=2e-4, metadata={"gt": 0.0, "help": "learning rate of the GAN"})
 
     paper: ClassVar[str] = "Zheng et al., NeurIPS 2023"
-    travels: ClassVar[str] = "the model, both ways; the generator and the latent class means down, once"
-    keeps: ClassVar[str] = "the generator"
+    travels: ClassVar[str] = "the model, an image generator and its discriminator, both ways"
     passes: ClassVar[str] = "five generated images for each real one, in the same pass"
 
     @property
@@ -203,19 +199,17 @@ class FedATOL(Method):
     def model_loss(self, nets: Nets, batch: Batch) -> Tensor:
         """L_id + lambda_ood·L_ood + lambda_al·L_al."""
         head, z, y = nets["head"], batch.features, batch.y
-        contrasted, outliers = y, None
+        outliers = None
         if batch.z_more is not None:
             count = len(batch.z_more) // (self.aux_id + self.outliers)  # images of the batch before its second view
             auxiliary, outliers = torch.split(batch.z_more, [count * self.aux_id, count * self.outliers])
             if self.aux_id:
-                shift = len(_latent_images(nets).means) if self.repo_label_shift else 0
-                contrasted = torch.cat([y, y[:count] + shift])
                 z, y = torch.cat([z, auxiliary]), torch.cat([y, y[:count]])
         loss = cross_entropy(head(z), y, label_smoothing=self.smoothing)
         if outliers is not None and self.outliers:
             loss = loss + self.lambda_ood * outlier_exposure(head(outliers))
         if self.lambda_al > 0:
-            loss = loss + self.lambda_al * supcon(z, contrasted, temperature=self.temperature)
+            loss = loss + self.lambda_al * supcon(z, y, temperature=self.temperature)
         return loss
 
     def pretrain(self, nets: Nets, epoch: Callable[[], Iterable[Batch]], ctx: Context) -> None:

@@ -10,11 +10,9 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..data.views import contrastive_view
-from ..errors import InputError
-from ..functional import entropy, simclr, supcon
+from ..functional import simclr, supcon
 from ..nets.learning import learnable
 from ..types import Batch, Context, Nets, Optimiser, Output, Phase, Readout, Rng
 from .base import Method, joined_readout, linear_head, linear_readout
@@ -49,7 +47,7 @@ class FedICON(Method):
 
     tta: str = field(
         default="simclr",
-        metadata={"choices": ("simclr", "none", "tent"), "help": "what a step on a test batch lowers; tent: entropy"},
+        metadata={"choices": ("simclr", "none"), "help": "simclr: a step on each test batch lowers its contrast"},
     )
     tta_lr: float = field(default=0.005, metadata={"gt": 0.0, "help": "learning rate of the steps on test batches"})
     episodic: bool = field(default=False, metadata={"help": "true: a test batch forgets the steps before it"})
@@ -136,7 +134,10 @@ class FedICON(Method):
             return super().predictor(nets, ctx)
         # In eval mode: with statistics of the batch, a prediction would depend on what else is in it.
         own = nn.ModuleDict({**dict(nets.items()), "backbone": copy.deepcopy(nets["backbone"]).eval()})
-        parameters = self.adapted(own["backbone"])
+        own["backbone"].requires_grad_(False)
+        parameters = learnable(own["backbone"])
+        for parameter in parameters:
+            parameter.requires_grad_(True)
         start = [parameter.detach().clone() for parameter in parameters]
         optimiser = torch.optim.SGD(parameters, lr=self.tta_lr)
 
@@ -158,27 +159,8 @@ class FedICON(Method):
 
         return predict
 
-    def adapted(self, backbone: nn.Module) -> list[nn.Parameter]:
-        """The parameters that test batches move: all that learn, with `tent` of batch normalisation alone."""
-        backbone.requires_grad_(False)
-        found = learnable(backbone)
-        if self.tta == "tent":
-            norms = [module for module in backbone.modules() if isinstance(module, _BatchNorm)]
-            own = {id(parameter) for norm in norms for parameter in norm.parameters()}
-            found = [parameter for parameter in found if id(parameter) in own]
-        if not found:
-            raise InputError(
-                "tta is 'tent', but the backbone has no batch normalisation that learns; use 'simclr' or 'none'."
-            )
-        for parameter in found:
-            parameter.requires_grad_(True)
-        return found
-
     def test_loss(self, nets: Nets, x: Tensor, ctx: Context) -> Tensor:
-        """What a step on a test batch lowers: the contrast of two views of each image, or the entropy."""
-        if self.tta == "tent":
-            classify = self.generic_logits if ctx.unknown else self.logits
-            return entropy(classify(nets, nets["backbone"](x))).mean()
+        """What a step on a test batch lowers: the contrast of two views of each image."""
         images = (x * ctx.std + ctx.mean).clamp(0, 1)
         views = torch.cat([self.first_view(images, ctx.rng), self.view(images, images, ctx.rng)])
         z, z_hat = nets["backbone"]((views - ctx.mean) / ctx.std).chunk(2)

@@ -71,12 +71,13 @@ class FedT3A(Method):
 
 
 def warm_up(head: nn.Linear) -> Supports:
-    """The rows of the head as the first supports, each of its own class, whatever the head says about it.
+    """The rows of the head as the first supports, each of the class that the head gives it.
 
-    The published rule labels a row by the head, so that a class whose row looks like another one has no prototype.
+    A class whose row looks like another one has no support until an image of it comes: its prototype is 0 till then.
     """
     rows = head.weight.detach()
-    return Supports(rows, torch.arange(len(rows), device=rows.device), entropy(head(rows)))
+    logits: Tensor = head(rows)
+    return Supports(rows, logits.argmax(1), entropy(logits))
 
 
 def surest(supports: Supports, *, limit: int, classes: int) -> Supports:
@@ -91,6 +92,6 @@ def surest(supports: Supports, *, limit: int, classes: int) -> Supports:
 
 
 def prototypes(supports: Supports, *, classes: int) -> Float[Tensor, "classes d"]:
-    """c_j = v_j/‖v_j‖ with v_j = Σ u/‖u‖ over the supports of class j."""
+    """c_j = v_j/‖v_j‖ with v_j = Σ u/‖u‖ over the supports of class j, and 0 where it has none."""
     sums = supports.u.new_zeros(classes, supports.u.shape[1])
     return normalize(sums.index_add_(0, supports.label, normalize(supports.u, dim=1)), dim=1)

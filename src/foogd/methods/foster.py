@@ -40,8 +40,8 @@ class FOSTER(Method):
     classes, for as many steps as the clients made on average (each uploads its count), with a new Adam each round. G
     and h̄ are sent down; h̄ is also the head for someone who has no private one.
 
-    `select` keeps the least likely of many candidates a class. The paper's client keeps a queue of generated features
-    behind their mean and covariance; here they are generated anew at each step, since the generator is known.
+    z̃ is one of the `select` least likely of many candidates of its class. The paper's client keeps a queue of generated
+    features behind their mean and covariance; here they are generated anew at each step: the generator is known.
     """
 
     views: int = field(default=1, metadata={"choices": (1, 2), "help": "2: cross-entropy on the augmented view too"})
@@ -50,9 +50,8 @@ class FOSTER(Method):
     external_if_count: int = field(
         default=0, metadata={"ge": 0, "help": "a client lacks the classes of which it has at most so many images"}
     )
-    select: int = field(default=0, metadata={"ge": 0, "help": "least likely candidates kept a class; 0: no selection"})
+    select: int = field(default=1, metadata={"ge": 0, "help": "least likely candidates kept a class; 0: no selection"})
     candidates: int = field(default=1000, metadata={"ge": 2, "help": "candidates a class that `select` picks from"})
-    relu: bool = field(default=False, metadata={"help": "the generator ends in a ReLU, as the backbones do"})
     restrict_to_local_classes: bool = field(
         default=False, metadata={"help": "a client predicts only the classes that it has"}
     )
@@ -89,7 +88,7 @@ class FOSTER(Method):
         nets = super().build(backbone, num_classes, rng)
         nets["generic_head"] = linear_head(backbone, num_classes, rng("head"))  # the mean of heads that start alike
         nets["generator"] = with_seed(
-            rng("generator"), lambda: FeatureGenerator(feature_width(backbone), num_classes, relu=self.relu)
+            rng("generator"), lambda: FeatureGenerator(feature_width(backbone), num_classes)
         )
         return nets
 

@@ -23,14 +23,9 @@ LARGEST_SIDE = 64  # that of DCGAN itself; larger images are resized
 
 @final
 class FeatureGenerator(nn.Module):
-    """Features of a class: [ε ; onehot(y)] → Linear → BN → ReLU → Linear, as in FOSTER (Yu et al., ICLR 2023).
+    """Features of a class: [ε ; onehot(y)] → Linear → BN → ReLU → Linear, as in FOSTER (Yu et al., ICLR 2023)."""
 
-    `relu` adds a last ReLU, since the features of a backbone that ends in one are not negative.
-    """
-
-    def __init__(
-        self, feature_width: int, num_classes: int, latent: int = 64, hidden: int = 512, relu: bool = False
-    ) -> None:
+    def __init__(self, feature_width: int, num_classes: int, latent: int = 64, hidden: int = 512) -> None:
         super().__init__()
         self.latent = latent
         self.num_classes = num_classes
@@ -39,7 +34,6 @@ class FeatureGenerator(nn.Module):
             _uncounted(nn.BatchNorm1d(hidden)),
             nn.ReLU(),
             nn.Linear(hidden, feature_width),
-            *((nn.ReLU(),) if relu else ()),
         )
 
     def forward(self, eps: Float[Tensor, "n latent"], y: Int[Tensor, " n"]) -> Float[Tensor, "n d"]:
