@@ -20,11 +20,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 
 from foogd import Config
-from foogd.detect import DETECTORS
-from foogd.evaluate import Evaluator
+from foogd.detectors.registry import DETECTORS
+from foogd.evaluation.evaluator import Evaluator
 from foogd.methods import make_method
-from foogd.report import Report
-from foogd.runs import Run, read_rounds, read_rows
+from foogd.runs.files import read_rounds, read_rows
+from foogd.runs.run import Run
+from foogd.tables.results import Report
 
 
 def main() -> None:

@@ -29,8 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foogd.core.errors import InputError
 from foogd.data.corrupt import CORRUPTIONS, corrupt
-from foogd.errors import InputError
 
 PACKAGE = "imagecorruptions-imaug"
 SEVERITIES, TEST_IMAGES = 5, 10_000

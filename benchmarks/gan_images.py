@@ -20,8 +20,8 @@ from torch.nn.functional import pad
 
 from foogd.engine.eager import EagerEngine
 from foogd.methods.fedatol import FedATOL, LatentImages, class_latents, outlier_latents
+from foogd.presets.loader import read_preset, resolve
 from foogd.runs import make_federation
-from foogd.settings import read_preset, resolve
 from foogd.simulate import initial_state, simulate
 
 SHOWN = 8  # images of each kind in a row

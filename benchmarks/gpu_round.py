@@ -23,15 +23,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 
 from foogd import Config, Federation, ImageStore
+from foogd.core.random import Streams, generator
+from foogd.core.types import Batch, Phase
 from foogd.engine.eager import EagerEngine, local_step
 from foogd.engine.graph import GraphEngine
-from foogd.engine.rng import Streams, generator
 from foogd.methods import make_method
 from foogd.nets import fused
 from foogd.nets.dropout import bind_dropout
-from foogd.runs import source_commit
+from foogd.runs.environment import source_commit
 from foogd.simulate import initial_state, run_round
-from foogd.types import Batch, Phase
 
 BATCH, EPOCHS, WORKERS = 128, 5, 12
 KERNELS = fused._kernels

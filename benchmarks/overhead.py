@@ -33,7 +33,7 @@ from torch import Tensor
 from foogd import FOOGD, Config, FedAvg, Federation, ImageStore, simulate
 from foogd.engine.eager import EagerEngine
 from foogd.methods.wrapper import Wrapper
-from foogd.runs import environment
+from foogd.runs.environment import environment
 from foogd.simulate import initial_state, run_round
 
 CLIENTS, MANY = 10, 200

@@ -29,17 +29,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from foogd import Config
+from foogd.core.random import Streams, generator, with_seed
+from foogd.core.types import Optimiser
 from foogd.engine.batches import epoch_positions
 from foogd.engine.eager import GroupOptimiser
-from foogd.engine.rng import Streams, generator, with_seed
 from foogd.functional import langevin
 from foogd.methods import AnchoredFOOGD
 from foogd.methods.foogd import ScoreWrapper
 from foogd.metrics import auroc
 from foogd.nets.score import ScoreNetwork, conditional, of_equal_length, two_layers
-from foogd.runs import Run
-from foogd.settings import read_run_config
-from foogd.types import Optimiser
+from foogd.presets.loader import read_run_config
+from foogd.runs.run import Run
 
 LEVELS = (0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 3.0)
 SPACES = ("spread", "length")  # centred and in units of the spread; the same of features at equal length

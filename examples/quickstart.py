@@ -3,9 +3,9 @@
 import torch
 
 from foogd import FOOGD, Config, FedAvg, evaluate, simulate
-from foogd.detect import DETECTORS
+from foogd.detectors.registry import DETECTORS
 from foogd.engine.eager import EagerEngine
-from foogd.runs import make_federation
+from foogd.runs.federation import make_federation
 
 config = Config(
     rounds=6, clients=5, alpha=0.5, batch_size=64, lr=0.05, flip=True, corruptions=("brightness",), device="cpu"

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 
-from foogd.engine.rng import Streams, with_seed
+from foogd.core.random import Streams, with_seed
 from foogd.functional import dsm, langevin, mmd
 from foogd.nets.score import ScoreNet
 

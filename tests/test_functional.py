@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foogd import functional
-from foogd.errors import InputError
+from foogd.core.errors import InputError
 from foogd.functional import (
     balanced_softmax,
     dsm,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score, roc_auc_score
 
-from foogd.errors import InputError
+from foogd.core.errors import InputError
 from foogd.metrics import Ordered, accuracy, aupr, auroc, fpr95_swapped, fpr_at_tpr, needed_for_tpr, threshold_at_tpr
 
 few_values = st.lists(st.integers(-3, 3), min_size=1, max_size=40)

@@ -15,15 +15,18 @@ from PIL import Image
 from safetensors.torch import load as load_tensors
 
 import foogd
-from foogd import FOOGD, Config, FedAvg, InputError, runs
+from foogd import FOOGD, Config, FedAvg, InputError
 from foogd.cli import main
 from foogd.methods import PROFILES, method_fields, method_names
 from foogd.metrics import threshold_at_tpr
-from foogd.model import settings_digest
-from foogd.records import read_record
-from foogd.runs import Run, make_federation, read_rows
-from foogd.samples import read_samples
-from foogd.settings import REMOVED, read_run_config
+from foogd.presets.loader import REMOVED, read_run_config
+from foogd.reports.collection import read_record
+from foogd.runs import answers
+from foogd.runs.federation import make_federation
+from foogd.runs.files import read_rows
+from foogd.runs.model_file import settings_digest
+from foogd.runs.predictions import read_samples
+from foogd.runs.run import Run
 
 SETTINGS = (
     "rounds=1", "clients=3", "corruptions=[]", "calibration=0.1", "participation=1.0", "severities=[1]", "min_size=20"
@@ -556,7 +559,7 @@ def test_an_evaluation_that_adds_nothing_leaves_the_model_alone(grown, tmp_path)
 
 def test_a_kill_while_a_detector_is_added_leaves_the_old_model_or_the_new(grown, tmp_path, monkeypatch):
     before, _, _ = grown
-    write, unlink = runs.write_atomic, Path.unlink
+    write, unlink = answers.write_atomic, Path.unlink
     for moment in range(3):
         copy = tmp_path / str(moment)
         shutil.copytree(before, copy)
@@ -575,7 +578,7 @@ def test_a_kill_while_a_detector_is_added_leaves_the_old_model_or_the_new(grown,
             unlink(path, **words)
 
         with monkeypatch.context() as patch:
-            patch.setattr(runs, "write_atomic", killed)
+            patch.setattr(answers, "write_atomic", killed)
             if moment == 2:  # both files are there, and the older one still is
                 patch.setattr(Path, "unlink", stopped)
             with pytest.raises(KeyboardInterrupt):

@@ -11,9 +11,10 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, final
 
 from foogd import InputError
-from foogd.published import published
-from foogd.report import Table, reported_detector, signed
-from foogd.settings import profile_of
+from foogd.presets.loader import profile_of
+from foogd.tables.grid import Table, signed
+from foogd.tables.paper import published
+from foogd.tables.results import reported_detector
 
 if TYPE_CHECKING:
     from results import Kept

@@ -11,13 +11,13 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from foogd import Config, simulate
-from foogd.cli import listed_methods, summary_of, sums_of
+from foogd.cli.catalogue import listed_methods, summary_of, sums_of
 from foogd.data.synthetic import tiny_federation
-from foogd.detect import DETECTORS
+from foogd.detectors.registry import DETECTORS
 from foogd.flower.options import on_flower
 from foogd.methods import FOOGD, METHODS, AnchoredFOOGD, FedAvg, Method
-from foogd.report import Table
-from foogd.settings import PROFILE
+from foogd.presets.loader import PROFILE
+from foogd.tables.grid import Table
 
 PAGE = Path(__file__).parent.parent / "docs" / "methods.md"
 HEAD = """# Methods and detectors

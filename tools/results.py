@@ -28,12 +28,13 @@ from typing import Any, final
 import claims
 
 from foogd import InputError
-from foogd.evaluate import Row
+from foogd.evaluation.rows import Row
 from foogd.methods import shown_name
-from foogd.published import published
-from foogd.report import NAMES, Cell, Measure, Report, Table, reported_detector
-from foogd.runs import read_json, read_rounds, read_rows, to_toml, write_atomic
-from foogd.settings import profile_of
+from foogd.presets.loader import profile_of
+from foogd.runs.files import read_json, read_rounds, read_rows, to_toml, write_atomic
+from foogd.tables.grid import NAMES, Cell, Measure, Table
+from foogd.tables.paper import published
+from foogd.tables.results import Report, reported_detector
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"

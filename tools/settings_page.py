@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from foogd.cli_settings import COLUMNS, ELSEWHERE, run_groups
-from foogd.report import Table
+from foogd.cli.settings import COLUMNS, ELSEWHERE, run_groups
+from foogd.tables.grid import Table
 
 PAGE = Path(__file__).parent.parent / "docs" / "settings.md"
 HEAD = """# Settings of a run

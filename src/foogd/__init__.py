@@ -1,9 +1,10 @@
 """Federated learning that keeps classifying shifted data and detects what nobody trained on."""
 
 from .config import Config
+from .core.errors import InputError
 from .data import Federation, ImageStore
-from .errors import InputError
-from .evaluate import Row, evaluate
+from .evaluation.evaluator import evaluate
+from .evaluation.rows import Row
 from .methods import (
     FOOGD,
     FOSTER,

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from .fields import AutoNumber, AutoWhole, Role, check, setting
+from .core.fields import AutoNumber, AutoWhole, Role, check, setting
 
 Backbone = Callable[..., nn.Module]
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .errors import InputError
+from .core.errors import InputError
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import InputError
+from .core.errors import InputError
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from .config import Config
+from .core.errors import InputError
+from .core.random import Streams, generator
+from .core.types import ClientState, Missing, ServerState, Survey, Update
 from .data.federation import Federation
 from .engine.aggregate import Bound, Drift, least_updates, make_fold, private_refusal, refusal, survey_refusal
 from .engine.eager import Engine
 from .engine.graph import make_engine
-from .engine.rng import Streams, generator
-from .errors import InputError
 from .methods.base import Method
-from .types import ClientState, Missing, ServerState, Survey, Update
 
 
 @dataclass(frozen=True)

@@ -12,21 +12,22 @@ import torch
 from torch import Tensor
 
 from .config import Config
+from .core.errors import InputError
+from .core.learning import frozen_values, learnable, set_training, with_learners
+from .core.random import Streams, generator
+from .core.types import Batch, Context, Nets, Output, Phase, Readout
 from .data.federation import Federation
 from .data.synthetic import tiny_federation
-from .detect import Detector, as_detector
+from .detectors.base import Detector
+from .detectors.registry import as_detector
 from .engine.batches import BatchMaker
 from .engine.eager import EagerEngine, build_nets
 from .engine.graph import CannotCapture, guarded
-from .engine.rng import Streams, generator
-from .errors import InputError
-from .evaluate import evaluate
+from .evaluation.evaluator import evaluate
 from .methods.base import Method, class_flaw, losses_flaw
 from .metrics import auroc
 from .nets.dropout import bind_dropout
-from .nets.learning import frozen_values, learnable, set_training, with_learners
 from .simulate import initial_state, restore_state, simulate, state_tensors
-from .types import Batch, Context, Nets, Output, Phase, Readout
 
 CONTRACT = Config(
     backbone="cnn", rounds=20, local_epochs=1, batch_size=16, lr=0.05, momentum=0.9, weight_decay=5e-4, device="cpu"

@@ -6,10 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-
-from foogd.html import html_report
-from foogd.records import collect, find_runs
 from made_runs import make_run
+
+from foogd.reports.collection import find_runs
+from foogd.reports.grouping import collect
+from foogd.reports.html import html_report
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 
@@ -305,7 +306,7 @@ def test_without_a_script_everything_is_shown(chromium, visit, address):
 
 
 def test_the_page_is_where_the_template_is():
-    import foogd.html
+    import foogd.reports.html
 
-    folder = Path(foogd.html.__file__).parent
+    folder = Path(foogd.reports.html.__file__).parent
     assert {"page.html", "style.css", "script.js"} <= {path.name for path in folder.iterdir()}

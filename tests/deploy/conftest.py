@@ -8,14 +8,14 @@ import pytest
 pytest.importorskip("flwr", reason='needs pip install "foogd[flower]"')
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "helpers"))
 
 from deployment import Deployment, write_app
-
 from flower_grid import DATA, SETTINGS
+
 from foogd.flower.processes import free_port
-from foogd.flower.shards import write_shards
-from foogd.settings import parse_toml, resolve
+from foogd.flower.split import write_shards
+from foogd.presets.loader import parse_toml, resolve
 
 RUN = SETTINGS.replace("rounds = 2", "rounds = 3").replace(
     'detectors = ["msp", "energy", "score_norm", "gaussian", "knn", "react"]', 'detectors = ["msp", "score_norm"]'

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from foogd import load
-from foogd.runs import Run, load_checkpoint, read_rounds, read_rows
-from foogd.settings import parse_toml, resolve
+from foogd.presets.loader import parse_toml, resolve
+from foogd.runs.checkpoint import load_checkpoint
+from foogd.runs.files import read_rounds, read_rows
+from foogd.runs.run import Run
 
 
 @pytest.fixture(scope="module")

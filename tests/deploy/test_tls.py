@@ -6,7 +6,7 @@ import pytest
 from deployment import FOOGD, Deployment
 
 from foogd.flower.processes import free_port
-from foogd.runs import read_rounds
+from foogd.runs.files import read_rounds
 
 
 def foogd(folder, *words):

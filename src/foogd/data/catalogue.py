@@ -2,206 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, final
-
-from . import readers
-from .store import ImageStore
-
-Role = Literal["in", "in-c", "out"]
-_DEPTH = 2  # archives are unpacked into folders of their own, sometimes into two
-
-
-@final
-@dataclass(frozen=True)
-class Remote:
-    """A file at its official address; `md5` is None where no published checksum is known."""
-
-    address: str
-    md5: str | None = None
-    needed: bool = True  # else only `get --all` downloads it
-
-    @property
-    def name(self) -> str:
-        """The last part of the address."""
-        return self.address.partition("?")[0].rpartition("/")[2]
-
-
-@final
-@dataclass(frozen=True)
-class Facts:
-    """What a whole data set must show; None is not checked, and one number for classes holds for each of them.
-
-    A set without a test part counts as training; of an IN-C set, the facts are those of one corruption.
-    """
-
-    train: int | None = None
-    test: int | None = None
-    classes: int | None = None
-    train_classes: int | tuple[int, ...] | None = None
-    test_classes: int | None = None
-    domains: tuple[int, ...] | None = None
-    px: int | None = None
-    first_label: int | None = None
-    corruptions: int | None = None
-
-
-@final
-@dataclass(frozen=True)
-class Layout:
-    """One form in which a data set may lie in a folder: how it is found there and how it is read."""
-
-    kind: str
-    find: Callable[[Path], tuple[Path, ...]]  # the files or folders that it is made of; () where it is not there
-    read: Callable[..., ImageStore]  # (*found, [corruption, severity,] and, where images are decoded, size, on_bad, …)
-    name: str  # the name under which results report it
-    facts: Facts
-    decodes: bool = True  # else it holds pixels
-    anywhere: bool = True  # its file names are its own: it is also found right in the root folder
-    classes: tuple[str, ...] = ()  # the names of classes and domains where the files do not say them
-    domain_names: tuple[str, ...] = ()
-
-
-@final
-@dataclass(frozen=True)
-class Entry:
-    """A data set: what it is for, what it holds, under which terms, and where it comes from."""
-
-    name: str
-    role: Role
-    images: str
-    px: int
-    licence: str
-    description: str
-    layouts: tuple[Layout, ...] = ()  # () is inside the package
-    files: tuple[Remote, ...] = ()
-    where: str = ""  # where to look when there is no stable address
-    flip: bool = True  # whether a mirrored image still shows its class
-
-    @property
-    def embedded(self) -> bool:
-        """Whether the images lie inside the package."""
-        return not self.layouts
-
-
-def locate(entry: Entry, root: Path) -> tuple[Layout, tuple[Path, ...]] | None:
-    """The first form of the data set below ROOT/NAME, or right in ROOT where the file names are its own."""
-    for layout in entry.layouts:
-        found = layout.find(root / entry.name)
-        if found:
-            return layout, found
-    for layout in entry.layouts:
-        found = layout.find(root) if layout.anywhere else ()
-        if found:
-            return layout, found
-    return None
-
-
-# Finders
-
-
-def _folder_with(*names: str, every: bool = False) -> Callable[[Path], tuple[Path, ...]]:
-    """The nearest folder that holds one of these names, or every one of them."""
-    need = all if every else any
-
-    def find(base: Path) -> tuple[Path, ...]:
-        level = [base]
-        for _ in range(_DEPTH + 1):
-            for folder in level:
-                if need((folder / name).exists() for name in names):
-                    return (folder,)
-            level = [path for folder in level for path in _inside(folder)]
-        return ()
-
-    return find
-
-
-def _inside(folder: Path) -> list[Path]:
-    try:
-        return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))[:1000]
-    except OSError:
-        return []
-
-
-def _files(*names: str) -> Callable[[Path], tuple[Path, ...]]:
-    """All of these files where one of them is there, so that the reader can name what is missing."""
-
-    def find(base: Path) -> tuple[Path, ...]:
-        for folder in (base, *_inside(base)):
-            if any((folder / name).is_file() for name in names):
-                return tuple(folder / name for name in names)
-        return ()
-
-    return find
-
-
-def _any_images(base: Path) -> tuple[Path, ...]:
-    level = [base]
-    for _ in range(_DEPTH + 2):
-        if any(path.suffix.lower() in readers.IMAGE_SUFFIXES for folder in level[:3] for path in _peek(folder)):
-            return (base,)
-        level = [path for folder in level[:3] for path in _inside(folder)]
-    return ()
-
-
-def _peek(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []
-
-
-def _tree_root(base: Path) -> tuple[Path, ...]:
-    """The folder of the classes: archives often wrap it in one more folder."""
-    if not _any_images(base):
-        return ()
-    for _ in range(_DEPTH):
-        inside = _inside(base)
-        if len(inside) != 1 or not _inside(inside[0]):
-            break
-        base = inside[0]
-    return (base,)
-
-
-# Layouts
-
-
-def _pack(
-    name: str, file: str, facts: Facts, classes: tuple[str, ...] = (), domain_names: tuple[str, ...] = ()
-) -> Layout:
-    return Layout(
-        "pack",
-        _files(file),
-        lambda path, **options: readers.read_packs([path], **options),
-        name,
-        facts,
-        classes=classes,
-        domain_names=domain_names,
-    )
-
-
-def _cifar_packs(train_a: Path, train_b: Path, test: Path, **options: Any) -> ImageStore:
-    return readers.read_packs([train_a, train_b], [test], **options)
-
-
-def _dtd(folder: Path, *, size: int | None = None, **options: Any) -> ImageStore:
-    images = folder / "images" if (folder / "images").is_dir() else folder
-    return readers.read_tree(images, size=size or 32, **options)  # its images have many sizes
-
-
-def _tree(name: str, facts: Facts) -> Layout:
-    return Layout("folders", _tree_root, readers.read_tree, name, facts, anywhere=False)
-
-
-def _flat(name: str, facts: Facts) -> Layout:
-    return Layout("folder of images", _any_images, readers.read_flat, name, facts, anywhere=False)
-
-
-def _arrays(name: str, facts: Facts | None = None) -> Layout:
-    return Layout("arrays", _files(f"{name}.npz"), readers.read_npz, name, facts or Facts())
-
+from . import cifar, folders, readers
+from .layouts import (
+    Entry,
+    Facts,
+    Layout,
+    Remote,
+    array_files,
+    cifar_packs,
+    dtd,
+    files_named,
+    flat,
+    folder_with,
+    pack,
+    tree,
+)
 
 _CIFAR10 = Facts(50_000, 10_000, 10, 5_000, 1_000, px=32, first_label=6)
 _CIFAR100 = Facts(50_000, 10_000, 100, 500, 100, px=32, first_label=19)
@@ -250,30 +65,30 @@ CATALOGUE: dict[str, Entry] = {
             (
                 Layout(
                     "python release",
-                    _folder_with(*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"),
-                    readers.read_cifar_python,
+                    folder_with(*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"),
+                    cifar.read_cifar_python,
                     "cifar10",
                     _CIFAR10,
                     decodes=False,
                 ),
                 Layout(
                     "binary release",
-                    _folder_with(*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"),
-                    readers.read_cifar_binary,
+                    folder_with(*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"),
+                    cifar.read_cifar_binary,
                     "cifar10",
                     _CIFAR10,
                     decodes=False,
                 ),
                 Layout(
                     "pack",
-                    _files("cifar10_train_a.npz", "cifar10_train_b.npz", "cifar10_test.npz"),
-                    _cifar_packs,
+                    files_named("cifar10_train_a.npz", "cifar10_train_b.npz", "cifar10_test.npz"),
+                    cifar_packs,
                     "cifar10",
                     _CIFAR10,
                     classes=readers.CIFAR10_CLASSES,
                 ),
-                _arrays("cifar10", _CIFAR10),
-                _tree("cifar10", _TREE10),
+                array_files("cifar10", _CIFAR10),
+                tree("cifar10", _TREE10),
             ),
             (Remote("https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a"),),
         ),
@@ -287,22 +102,22 @@ CATALOGUE: dict[str, Entry] = {
             (
                 Layout(
                     "python release",
-                    _folder_with("train", "test", "meta", every=True),
-                    readers.read_cifar_python,
+                    folder_with("train", "test", "meta", every=True),
+                    cifar.read_cifar_python,
                     "cifar100",
                     _CIFAR100,
                     decodes=False,
                 ),
                 Layout(
                     "binary release",
-                    _folder_with("train.bin", "test.bin"),
-                    readers.read_cifar_binary,
+                    folder_with("train.bin", "test.bin"),
+                    cifar.read_cifar_binary,
                     "cifar100",
                     _CIFAR100,
                     decodes=False,
                 ),
-                _arrays("cifar100", _CIFAR100),
-                _tree("cifar100", _TREE100),
+                array_files("cifar100", _CIFAR100),
+                tree("cifar100", _TREE100),
             ),
             (Remote("https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85"),),
         ),
@@ -316,21 +131,21 @@ CATALOGUE: dict[str, Entry] = {
             (
                 Layout(
                     "official folders",
-                    _folder_with("train", "val", "wnids.txt", every=True),
-                    readers.read_tinyimagenet,
+                    folder_with("train", "val", "wnids.txt", every=True),
+                    folders.read_tinyimagenet,
                     "tinyimagenet",
                     _TINY,
                 ),
                 Layout(
                     "official folders",
-                    _folder_with("train", "val", every=True),
-                    readers.read_tinyimagenet,
+                    folder_with("train", "val", every=True),
+                    folders.read_tinyimagenet,
                     "tinyimagenet",
                     _TINY,
                     anywhere=False,
                 ),
-                _arrays("tinyimagenet", _TINY),
-                _tree("tinyimagenet", _TINY),
+                array_files("tinyimagenet", _TINY),
+                tree("tinyimagenet", _TINY),
             ),
             (Remote("http://cs231n.stanford.edu/tiny-imagenet-200.zip", "90528d7ca1a48142e341f4ef8d21d0de"),),
         ),
@@ -344,19 +159,19 @@ CATALOGUE: dict[str, Entry] = {
             (
                 Layout(
                     "official folders",
-                    _folder_with(*readers.PACS_DOMAINS, every=True),
-                    readers.read_pacs,
+                    folder_with(*folders.PACS_DOMAINS, every=True),
+                    folders.read_pacs,
                     "pacs",
                     _PACS,
                 ),
-                _pack(
+                pack(
                     "pacs",
                     "pacs64.npz",
                     Facts(9_991, None, 7, None, None, _PACS.domains, 64),
-                    readers.PACS_CLASSES,
-                    readers.PACS_DOMAINS,
+                    folders.PACS_CLASSES,
+                    folders.PACS_DOMAINS,
                 ),
-                _arrays("pacs", _PACS),
+                array_files("pacs", _PACS),
             ),
             where="the page of the authors of PACS (Li et al. 2017), or the copies of domain generalisation suites",
         ),
@@ -370,15 +185,15 @@ CATALOGUE: dict[str, Entry] = {
             (
                 Layout(
                     "MATLAB file",
-                    _files("test_32x32.mat"),
-                    readers.read_svhn,
+                    files_named("test_32x32.mat"),
+                    cifar.read_svhn,
                     "svhn",
                     Facts(26_032, None, 10, _SVHN_TEST, px=32),
                     decodes=False,
                 ),
-                _pack("svhn", "out_svhn.npz", Facts(5_000, px=32)),
-                _arrays("svhn"),
-                _tree("svhn", Facts(px=32)),
+                pack("svhn", "out_svhn.npz", Facts(5_000, px=32)),
+                array_files("svhn"),
+                tree("svhn", Facts(px=32)),
             ),
             (
                 Remote("http://ufldl.stanford.edu/housenumbers/test_32x32.mat", "eb5a983be6a315427106f1b164d9cef3"),
@@ -400,13 +215,13 @@ CATALOGUE: dict[str, Entry] = {
             (
                 Layout(
                     "official folders",
-                    _folder_with("images/banded", "banded"),
-                    _dtd,
+                    folder_with("images/banded", "banded"),
+                    dtd,
                     "textures",
                     Facts(5_640, None, 47, 120),
                 ),
-                _pack("Textures (10 classes)", "out_textures.npz", Facts(1_200, px=32)),
-                _arrays("textures"),
+                pack("Textures (10 classes)", "out_textures.npz", Facts(1_200, px=32)),
+                array_files("textures"),
             ),
             (
                 Remote(
@@ -423,9 +238,9 @@ CATALOGUE: dict[str, Entry] = {
             "none stated",
             "iSUN: scene photographs made 32×32.",
             (
-                _pack("isun", "out_isun.npz", Facts(5_000, px=32)),
-                _arrays("isun"),
-                _flat("isun", Facts(8_925, px=32)),
+                pack("isun", "out_isun.npz", Facts(5_000, px=32)),
+                array_files("isun"),
+                flat("isun", Facts(8_925, px=32)),
             ),
             (Remote(f"{_DROPBOX}/ssz7qxfqae0cca5/iSUN.tar.gz?dl=1"),),  # the md5 begins with be77b0f2
         ),
@@ -437,9 +252,9 @@ CATALOGUE: dict[str, Entry] = {
             "none stated",
             "LSUN-C: scene photographs, cropped.",
             (
-                _pack("LSUN-like crop", "out_lsunlike_crop.npz", Facts(5_000, px=32)),
-                _arrays("lsun_c"),
-                _flat("lsun_c", Facts(10_000)),
+                pack("LSUN-like crop", "out_lsunlike_crop.npz", Facts(5_000, px=32)),
+                array_files("lsun_c"),
+                flat("lsun_c", Facts(10_000)),
             ),
             (Remote(f"{_DROPBOX}/fhtsw1m3qxlwj6h/LSUN.tar.gz?dl=1", "458a0a0ab8e5f1cb4516d7400568e460"),),
         ),
@@ -451,9 +266,9 @@ CATALOGUE: dict[str, Entry] = {
             "none stated",
             "LSUN-R: scene photographs, resized.",
             (
-                _pack("LSUN-like resize", "out_lsunlike_resize.npz", Facts(5_000, px=32)),
-                _arrays("lsun_r"),
-                _flat("lsun_r", Facts(10_000, px=32)),
+                pack("LSUN-like resize", "out_lsunlike_resize.npz", Facts(5_000, px=32)),
+                array_files("lsun_r"),
+                flat("lsun_r", Facts(10_000, px=32)),
             ),
             (Remote(f"{_DROPBOX}/moqh2wh8696c3yl/LSUN_resize.tar.gz?dl=1", "278b7b31c8cb7e804a1465a8ce03a2dc"),),
         ),
@@ -467,8 +282,8 @@ CATALOGUE: dict[str, Entry] = {
             (
                 Layout(
                     "arrays of corruptions",
-                    _folder_with("labels.npy"),
-                    readers.read_cifar_c,
+                    folder_with("labels.npy"),
+                    cifar.read_cifar_c,
                     "cifar10-c",
                     Facts(50_000, None, 10, 5_000, px=32, corruptions=19),
                     decodes=False,
@@ -491,8 +306,8 @@ CATALOGUE: dict[str, Entry] = {
             (
                 Layout(
                     "arrays of corruptions",
-                    _folder_with("labels.npy"),
-                    readers.read_cifar_c,
+                    folder_with("labels.npy"),
+                    cifar.read_cifar_c,
                     "cifar100-c",
                     Facts(50_000, None, 100, 500, px=32, corruptions=19),
                     decodes=False,
@@ -515,8 +330,8 @@ CATALOGUE: dict[str, Entry] = {
             (
                 Layout(
                     "official folders",
-                    _folder_with("brightness/1", "fog/1", "contrast/1"),
-                    readers.read_tinyimagenet_c,
+                    folder_with("brightness/1", "fog/1", "contrast/1"),
+                    folders.read_tinyimagenet_c,
                     "tinyimagenet-c",
                     Facts(50_000, None, 200, 250, px=64, corruptions=15),
                     anywhere=False,

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..engine.rng import generator
-from ..errors import InputError
+from ..core.errors import InputError
+from ..core.random import generator
 from .corruptions.blur import defocus_blur, gaussian_blur, glass_blur, motion_blur, zoom_blur
 from .corruptions.digital import brightness, contrast, elastic_transform, pixelate, saturate
 from .corruptions.filters import MARGIN

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..engine.rng import derive_seed, generator
-from ..errors import InputError
+from ..core.errors import InputError
+from ..core.random import derive_seed, generator
 from .corrupt import corrupt
 from .partition import Partition, by_domain, dirichlet, follow, given_proportions, pathological
 from .store import ImageStore

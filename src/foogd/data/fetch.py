@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, final
 
-from ..errors import InputError
-from .catalogue import Entry, Remote
-from .readers import IMAGE_SUFFIXES, Progress
+from ..core.errors import InputError
+from .folders import IMAGE_SUFFIXES
+from .layouts import Entry, Remote
+from .readers import Progress
 
 TIMEOUT = 30  # seconds without an answer
 _BLOCK = 1 << 18

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..engine.rng import derive_seed
-from ..errors import InputError
+from ..core.errors import InputError
+from ..core.random import derive_seed
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

@@ -9,22 +9,15 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any, Literal, final
 
-from ..errors import InputError
-from ..plugins import load_object
+from ..core.errors import InputError
+from ..core.plugins import load_object
+from .arrays import read_npz
 from .cache import cached
-from .catalogue import CATALOGUE, Entry, Layout, locate
+from .catalogue import CATALOGUE
 from .federation import fit_to
-from .readers import (
-    OnBad,
-    Progress,
-    named,
-    read_npz,
-    read_sites,
-    read_table,
-    read_tree,
-    sites_taken_for_classes,
-    split_size,
-)
+from .folders import read_sites, read_table, read_tree, sites_taken_for_classes
+from .layouts import Entry, Layout, locate
+from .readers import OnBad, Progress, named, split_size
 from .store import ImageStore
 
 IN_CLASSES = 8  # the first classes of fashion.npz; the others are the near OUT

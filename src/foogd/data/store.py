@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..engine.rng import generator
-from ..errors import InputError
+from ..core.errors import InputError
+from ..core.random import generator
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, UInt8

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..engine.rng import generator
-from ..errors import InputError
+from ..core.errors import InputError
+from ..core.random import generator
 from .federation import Federation, in_tests, out_tests
 from .partition import Partition
 from .store import ImageStore

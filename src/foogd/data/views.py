@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import InputError
-from ..types import Rng
+from ..core.errors import InputError
+from ..core.types import Rng
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Protocol, final
 import torch
 
 from ..config import Config
-from ..errors import InputError
-from ..fields import AutoNumber
-from ..types import ClientState, ServerState, Survey, Update
-from .arena import Layout
+from ..core.errors import InputError
+from ..core.fields import AutoNumber
+from ..core.flat import Layout
+from ..core.types import ClientState, ServerState, Survey, Update
 
 if TYPE_CHECKING:
     from ..methods.base import Method

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..config import Config
+from ..core.types import Batch, Rng
 from ..data.augment import flip_crop
 from ..data.federation import Federation
 from ..methods.base import Method
-from ..types import Batch, Rng
 
 
 def steps_per_epoch(samples: int, config: Config) -> int:

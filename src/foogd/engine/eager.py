@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Config
+from ..core.errors import InputError
+from ..core.flat import Layout, ServerNets
+from ..core.learning import learnable, note_frozen, set_learning, with_learners
+from ..core.random import Streams, derive_seed, generator
+from ..core.types import Batch, ClientState, Context, Missing, Nets, Optimiser, Phase, Rng, ServerState, Survey, Update
 from ..data.federation import Federation
-from ..errors import InputError
 from ..methods.base import HINT, Method, need_losses
 from ..nets import make_backbone
 from ..nets.dropout import bind_dropout
-from ..nets.learning import learnable, note_frozen, set_learning, with_learners
 from ..nets.precision import in_bf16, resolve_precision
-from ..types import Batch, ClientState, Context, Missing, Nets, Optimiser, Phase, Rng, ServerState, Survey, Update
-from .arena import Layout, ServerNets
 from .batches import BatchMaker, epoch_positions, steps_per_epoch
-from .rng import Streams, derive_seed, generator
 
 
 class Engine(Protocol):

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from ..config import Config
+from ..core.flat import SHARED, ServerNets, Slice
+from ..core.random import derive_seed, generator
+from ..core.types import ClientState, Context, Nets, Phase, ServerState, Survey, Update
 from ..data.federation import Federation
 from ..methods.base import Method
 from ..nets.dropout import bind_dropout
-from ..types import ClientState, Context, Nets, Phase, ServerState, Survey, Update
-from .arena import SHARED, ServerNets, Slice
 from .batches import epoch_positions, steps_per_epoch
 from .eager import EagerEngine, fits, local_step, momentum_of, resolve_device, usable_device
-from .rng import derive_seed, generator
 
 if TYPE_CHECKING:
     from jaxtyping import Int

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from ..errors import InputError
+from ..core.errors import InputError
 from .names import NAME, NAME_RULE
 
 DAYS = 365

@@ -16,18 +16,18 @@ from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectPu
 from torch import Tensor
 
 from ..config import Config
+from ..core.errors import InputError
+from ..core.flat import Layout, ServerNets
+from ..core.types import ClientState, Missing, Nets, ServerState, Survey, Update
 from ..data.federation import Federation, TestSet
-from ..engine.arena import Layout, ServerNets
 from ..engine.eager import EagerEngine
-from ..errors import InputError
-from ..evaluate import Asked
+from ..evaluation.rows import Asked
 from ..methods.base import Method
-from ..runs import Run
-from ..types import ClientState, Missing, Nets, ServerState, Survey, Update
-from .forms import check_form, extra_form, survey_form
+from ..runs.run import Run
+from .membership import Roster
 from .messages import BadMessage, pack, read_asked, read_survey, read_update, server_arrays, to_record, unpack
 from .options import Options
-from .roster import Roster
+from .schemas import check_form, extra_form, survey_form
 
 GRACE = 10.0  # seconds
 PATIENCE = 300.0  # seconds without any answer of the SuperLink after which a run ends

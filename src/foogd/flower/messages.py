@@ -17,11 +17,11 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
+from ..core.flat import FROZEN, SHARED, Layout
+from ..core.types import ServerState, Survey, Update
 from ..data.federation import TestSet
 from ..data.store import ImageStore
-from ..engine.arena import FROZEN, SHARED, Layout
-from ..evaluate import Answers, Asked
-from ..types import ServerState, Survey, Update
+from ..evaluation.rows import Answers, Asked
 from .names import NAME
 
 ARRAYS, ABOUT, METRICS = "arrays", "about", "metrics"

@@ -13,19 +13,20 @@ from flwr.app import RecordDict
 from torch import Tensor
 
 from ..config import Config
+from ..core.errors import InputError
+from ..core.types import ClientState, ServerState
 from ..data.federation import LEFT_OUT, Federation, TestSet, fit_to, in_tests, set_aside
-from ..data.leaks import count_leaks
+from ..data.overlap import count_leaks
 from ..data.sources import load_source
 from ..data.store import ImageStore
-from ..detect import Detector, resolve_detector
+from ..detectors.base import Detector
+from ..detectors.registry import resolve_detector
 from ..engine.aggregate import private_refusal
 from ..engine.eager import EagerEngine
-from ..errors import InputError
-from ..evaluate import Evaluator
-from ..runs import write_atomic
-from ..settings import resolve
+from ..evaluation.evaluator import Evaluator
+from ..presets.loader import resolve
+from ..runs.files import write_atomic
 from ..simulate import RunState
-from ..types import ClientState, ServerState
 from .messages import (
     Facts,
     asked_arrays,

@@ -8,11 +8,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, final
 
 from ..config import Config
+from ..core.errors import InputError
+from ..core.fields import check, setting
 from ..engine.aggregate import least_updates
-from ..errors import InputError
-from ..fields import check, setting
 from ..methods.base import Method
-from ..settings import check_settings, read_preset, resolve
+from ..presets.loader import check_settings, read_preset, resolve
 from ..simulate import need_updates, round_size
 
 

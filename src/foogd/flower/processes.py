@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..errors import InputError
+from ..core.errors import InputError
 
 CERTIFICATES = {"ca-certfile": "ca.crt", "certfile": "server.crt", "keyfile": "server.key"}  # Flower's option: file
 WAIT_FOR_SERVER = 60.0  # seconds: a server that was started just now takes some to listen

@@ -17,33 +17,25 @@ import torch
 from flwr.serverapp import Grid
 from torch import Tensor
 
+from ..core.errors import InputError
+from ..core.random import generator
+from ..core.types import ClientState
 from ..data.federation import Federation
-from ..engine.rng import generator
-from ..errors import InputError
-from ..evaluate import Asked, Evaluation, Fitted, blank_row, make_rows, refitted
-from ..figures import partition_figure
-from ..model import model_tensors
-from ..runs import (
-    FLOWER,
-    PARTITION,
-    PICTURE,
-    SUMMARY,
-    Run,
-    alone,
-    load_checkpoint,
-    read_json,
-    read_rows,
-    remove_drafts,
-    write_atomic,
-    write_model,
-)
-from ..settings import read_run_config
+from ..evaluation.evaluator import refitted
+from ..evaluation.rows import Asked, Evaluation, Fitted, blank_row, make_rows
+from ..presets.loader import read_run_config
+from ..runs.answers import write_model
+from ..runs.checkpoint import load_checkpoint, remove_drafts
+from ..runs.files import FLOWER, PARTITION, PICTURE, SUMMARY, alone, read_json, read_rows, write_atomic
+from ..runs.model_file import model_tensors
+from ..runs.picture import partition_figure
+from ..runs.run import Run
+from ..runs.summary import write_summary
 from ..simulate import RoundResult, RunState, initial_state, restore_state, run_round, sample_clients, settled
-from ..types import ClientState
 from .engine import EVALUATE, HELLO, LOG, SUMS, FlowerEngine, Post, Reply
+from .membership import Roster
 from .messages import BadMessage, Facts, read_sums, sums_arrays, to_record
 from .options import read_options
-from .roster import Roster
 
 LOCK_SECONDS = 90.0  # to wait for another server on the same run folder
 HELLO_SECONDS = 120.0  # that a node has to say who it is
@@ -108,7 +100,7 @@ class Server:
             self._report(result)
         notes = self._evaluate(state) if self._asks else []
         self._write_partition()
-        run.write_summary(read_rows(self._folder), lines, notes)
+        write_summary(run, read_rows(self._folder), lines, notes)
         LOG.info("foogd: finished; the run folder is %s", self._folder.resolve())
         return run
 

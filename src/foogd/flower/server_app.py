@@ -7,7 +7,7 @@ import logging
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from ..errors import InputError
+from ..core.errors import InputError
 from .server import serve
 
 app = ServerApp()

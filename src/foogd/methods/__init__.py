@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import Field, fields, replace
 from typing import Any
 
-from ..errors import InputError
-from ..fields import quoted
-from ..plugins import blamed, load_object
+from ..core.errors import InputError
+from ..core.fields import quoted
+from ..core.plugins import blamed, load_object
 from .anchored import AnchoredFOOGD
 from .base import HINT, Method, class_flaw
 from .fedatol import FedATOL

@@ -11,10 +11,10 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from ..core.types import ClassScore, Nets, Readout, Score
 from ..functional import langevin
 from ..nets.anchored import AnchoredScore
 from ..nets.score import ScoreNetwork
-from ..types import ClassScore, Nets, Readout, Score
 from .foogd import ScoreWrapper
 
 

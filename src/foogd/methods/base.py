@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..core.errors import InputError
+from ..core.fields import check
+from ..core.flat import ServerNets
+from ..core.learning import learnable
+from ..core.random import with_seed
+from ..core.types import Batch, Context, Nets, Optimiser, Output, Phase, Readout, Rng, ServerState, Survey
 from ..data.augment import fourier_mix
-from ..engine.arena import ServerNets
-from ..engine.rng import with_seed
-from ..errors import InputError
-from ..fields import check
-from ..nets.learning import learnable
-from ..types import Batch, Context, Nets, Optimiser, Output, Phase, Readout, Rng, ServerState, Survey
 
 
 class Method(ABC):

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy, softplus
 
-from ..engine.rng import with_seed
+from ..core.random import with_seed
+from ..core.types import Batch, Context, Nets, Optimiser, Phase, Rng, both_views
 from ..functional import outlier_exposure, supcon
 from ..nets.generator import ImageDiscriminator, ImageGenerator
-from ..types import Batch, Context, Nets, Optimiser, Phase, Rng, both_views
 from .base import Method, image_shape
 
 if TYPE_CHECKING:

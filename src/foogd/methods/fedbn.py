@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..types import Batch, Context, Nets, both_views
+from ..core.types import Batch, Context, Nets, both_views
 from .base import Method
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from ..core.learning import learnable
+from ..core.types import Batch, Context, Nets, Optimiser, Output, Phase, Readout, Rng
 from ..data.views import contrastive_view
 from ..functional import simclr, supcon
-from ..nets.learning import learnable
-from ..types import Batch, Context, Nets, Optimiser, Output, Phase, Readout, Rng
 from .base import Method, joined_readout, linear_head, linear_readout
 
 FEWEST = 32  # test images of a step, but for a smaller `test_batch`; fewer are only predicted

@@ -7,8 +7,8 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
+from ..core.types import Batch, Context, Nets, both_views
 from ..functional import logit_norm
-from ..types import Batch, Context, Nets, both_views
 from .base import Method
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar, final
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ..types import Batch, Context, Nets, both_views
+from ..core.types import Batch, Context, Nets, both_views
 from .base import Method, flat_parameters
 
 

@@ -9,8 +9,8 @@ from typing import ClassVar, final
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from ..core.types import Batch, Context, Nets, Readout, Rng, both_views
 from ..functional import balanced_softmax
-from ..types import Batch, Context, Nets, Readout, Rng, both_views
 from .base import Method, joined_readout, linear_head, linear_readout
 
 

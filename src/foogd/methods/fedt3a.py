@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from ..core.types import Batch, Context, Nets, Output
 from ..functional import entropy
-from ..types import Batch, Context, Nets, Output
 from .base import Method
 from .fedavg import FedAvg
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, cross_entropy
 
+from ..core.flat import ServerNets
+from ..core.learning import learnable
+from ..core.random import with_seed
+from ..core.types import Batch, Context, Nets, Optimiser, Output, Phase, Readout, Rng, ServerState, Survey, both_views
 from ..data.views import augmix
-from ..engine.arena import ServerNets
-from ..engine.rng import with_seed
 from ..functional import balanced_softmax, entropy
-from ..nets.learning import learnable
-from ..types import Batch, Context, Nets, Optimiser, Output, Phase, Readout, Rng, ServerState, Survey, both_views
 from .base import Method, feature_width, joined_readout, linear_readout
 
 if TYPE_CHECKING:

@@ -17,12 +17,12 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from ..engine.arena import ServerNets
-from ..engine.rng import with_seed
+from ..core.flat import ServerNets
+from ..core.learning import set_training
+from ..core.random import with_seed
+from ..core.types import Batch, Context, Nets, Optimiser, Phase, Readout, Rng, Score, ServerState, Survey, both_views
 from ..functional import dsm, ksd, langevin, mmd
-from ..nets.learning import set_training
 from ..nets.score import ScoreNet, ScoreNetwork, frozen
-from ..types import Batch, Context, Nets, Optimiser, Phase, Readout, Rng, Score, ServerState, Survey, both_views
 from .base import feature_width, need_losses
 from .wrapper import Wrapper
 

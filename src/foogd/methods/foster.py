@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ..engine.arena import ServerNets
-from ..engine.rng import with_seed
-from ..errors import InputError
+from ..core.errors import InputError
+from ..core.flat import ServerNets
+from ..core.random import with_seed
+from ..core.types import Batch, Context, Nets, Output, Readout, Rng, ServerState, Survey, both_views
 from ..functional import outlier_exposure
 from ..nets.generator import FeatureGenerator
-from ..types import Batch, Context, Nets, Output, Readout, Rng, ServerState, Survey, both_views
 from .base import Method, feature_width, linear_head, linear_readout
 
 if TYPE_CHECKING:

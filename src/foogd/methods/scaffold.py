@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ..engine.arena import ServerNets
-from ..types import Batch, Context, Nets, Rng, ServerState, Survey, both_views
+from ..core.flat import ServerNets
+from ..core.types import Batch, Context, Nets, Rng, ServerState, Survey, both_views
 from .base import Method, flat_parameters
 
 

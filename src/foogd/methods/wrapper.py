@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..types import Batch, Context, Nets
+from ..core.types import Batch, Context, Nets
 from .base import Method
 from .fedavg import FedAvg
 

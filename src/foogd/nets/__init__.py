@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..engine.rng import with_seed
-from ..errors import InputError
-from ..plugins import load_object
+from ..core.errors import InputError
+from ..core.plugins import load_object
+from ..core.random import with_seed
 from .anchored import AnchoredScore
 from .cnn import SmallCNN
 from .dropout import Dropout, bind_dropout, own_dropout

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import InputError
+from ..core.errors import InputError
 
 
 def resolve_precision(name: str, device: torch.device, *, graphs: bool) -> str:

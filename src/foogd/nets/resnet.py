@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast, final
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..errors import InputError
+from ..core.errors import InputError
 from .fused import norm_act
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..types import Score
+from ..core.types import Score
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, final
 
 from torch import Tensor, nn
 
-from ..errors import InputError
+from ..core.errors import InputError
 from .dropout import Dropout
 from .fused import norm_act
 

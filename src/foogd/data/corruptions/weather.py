@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...errors import InputError
+from ...core.errors import InputError
 from ..decode import FORMATS
 from . import filters
 

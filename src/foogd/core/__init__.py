@@ -1,0 +1,1 @@
+"""What everything shares: errors, settings as fields, types, rows, random streams, plug-ins; it imports no more."""

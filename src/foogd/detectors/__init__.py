@@ -1,0 +1,1 @@
+"""Detectors: how unlike the training images an input is; larger = more OUT."""

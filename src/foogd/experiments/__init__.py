@@ -1,0 +1,1 @@
+"""Many runs: a pool of processes, and sweeps."""

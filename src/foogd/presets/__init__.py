@@ -1,0 +1,1 @@
+"""Presets and sweeps as TOML files, and what reads them."""

@@ -1,0 +1,1 @@
+"""Tables of rows: cells by seed, as text, Markdown, LaTeX and CSV, beside what the paper prints."""
