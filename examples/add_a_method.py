@@ -4,12 +4,12 @@ foogd run demo --method examples/add_a_method.py:FedSmooth --set smoothing=0.2
 foogd run demo --method examples/add_a_method.py:FedSmooth+foogd
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import final
 
 from torch.nn.functional import cross_entropy
 
-from foogd import Method
+from foogd import Method, setting
 
 
 @final
@@ -17,7 +17,7 @@ from foogd import Method
 class FedSmooth(Method):
     """FedAvg with smoothed labels."""
 
-    smoothing: float = field(default=0.1, metadata={"ge": 0.0, "lt": 1.0, "help": "share given to the other classes"})
+    smoothing: float = setting(0.1, "share given to the other classes", ge=0.0, lt=1.0)
 
     def losses(self, nets, batch, ctx):
         return {"model": cross_entropy(nets["head"](batch.z), batch.y, label_smoothing=self.smoothing)}

@@ -2,6 +2,7 @@
 
 from .config import Config
 from .core.errors import InputError
+from .core.fields import setting
 from .data import Federation, ImageStore
 from .evaluation.evaluator import evaluate
 from .evaluation.rows import Row
@@ -54,5 +55,6 @@ __all__ = [
     "RunState",
     "evaluate",
     "load",
+    "setting",
     "simulate",
 ]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from ..core.fields import setting
 from ..core.types import Output, Readout
 from .base import Detector
 from .sums import Moments, Whitening, fitted, moments, named_sums
@@ -31,9 +32,7 @@ class Mahalanobis(Detector):
     paper: ClassVar[str] = "Lee et al. 2018"
     passes: ClassVar[int] = 1
 
-    shrinkage: float = field(
-        default=1e-6, metadata={"ge": 0.0, "le": 1.0, "help": "how far the covariance goes towards its mean variance"}
-    )
+    shrinkage: float = setting(1e-6, "how far the covariance goes towards its mean variance", ge=0.0, le=1.0)
     whitening: Whitening | None = field(default=None, repr=False, compare=False)
     means: Tensor | None = field(default=None, repr=False, compare=False)
 
@@ -69,9 +68,7 @@ class Gaussian(Detector):
     paper: ClassVar[str] = "after Sehwag et al. 2021"
     passes: ClassVar[int] = 1
 
-    shrinkage: float = field(
-        default=1e-6, metadata={"ge": 0.0, "le": 1.0, "help": "how far the covariance goes towards its mean variance"}
-    )
+    shrinkage: float = setting(1e-6, "how far the covariance goes towards its mean variance", ge=0.0, le=1.0)
     whitening: Whitening | None = field(default=None, repr=False, compare=False)
 
     def statistics(self, outputs: Output, y: Tensor, readout: Readout) -> dict[str, Tensor]:

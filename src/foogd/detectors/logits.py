@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, final
 
 import torch
 from torch import Tensor
 
+from ..core.fields import setting
 from ..core.types import Output, Readout
 from .base import Detector, energy, linear_logits
 
@@ -23,7 +24,7 @@ class MSP(Detector):
     description: ClassVar[str] = "minus the largest softmax probability"
     paper: ClassVar[str] = "Hendrycks & Gimpel 2017"
 
-    temperature: float = field(default=1.0, metadata={"gt": 0.0, "help": "the logits are divided by it"})
+    temperature: float = setting(1.0, "the logits are divided by it", gt=0.0)
 
     def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
         return -torch.softmax(outputs.logits.double() / self.temperature, dim=1).amax(dim=1)
@@ -49,7 +50,7 @@ class Energy(Detector):
     description: ClassVar[str] = "free energy of the logits"
     paper: ClassVar[str] = "Liu et al. 2020"
 
-    temperature: float = field(default=1.0, metadata={"gt": 0.0, "help": "the logits are divided by it"})
+    temperature: float = setting(1.0, "the logits are divided by it", gt=0.0)
 
     def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
         return energy(outputs.logits, self.temperature)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import InputError
+from ..core.fields import setting
 from ..core.types import Output, Readout
 from .base import Detector
 from .sums import fitted, unit_length
@@ -37,7 +38,7 @@ class KNN(Detector):
     passes: ClassVar[int] = 1
     local: ClassVar[bool] = True
 
-    k: int = field(default=50, metadata={"ge": 1, "help": "which neighbour; at most half of the training features"})
+    k: int = setting(50, "which neighbour; at most half of the training features", ge=1)
     bank: Tensor | None = field(default=None, repr=False, compare=False)
 
     def statistics(self, outputs: Output, y: Tensor, readout: Readout) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import InputError
+from ..core.fields import setting
 from ..core.types import Output, Readout
 from .base import Detector, energy
 from .sums import LinearHead, fitted, given_readout, histogram, histogram_percentile, linear_head, named_sums
@@ -31,9 +32,7 @@ class ReAct(Detector):
     paper: ClassVar[str] = "Sun et al. 2021"
     passes: ClassVar[int] = 1
 
-    percentile: float = field(
-        default=90.0, metadata={"ge": 0.0, "le": 100.0, "help": "percentile of the training activations to clip at"}
-    )
+    percentile: float = setting(90.0, "percentile of the training activations to clip at", ge=0.0, le=100.0)
     threshold: float | None = field(default=None, repr=False, compare=False)
 
     def applies(self, readout: Readout | None) -> bool:
@@ -63,9 +62,7 @@ class DICE(Detector):
     paper: ClassVar[str] = "Sun & Li 2022"
     passes: ClassVar[int] = 1
 
-    percentile: float = field(
-        default=90.0, metadata={"ge": 0.0, "lt": 100.0, "help": "percentage of the head's weights that are set to 0"}
-    )
+    percentile: float = setting(90.0, "percentage of the head's weights that are set to 0", ge=0.0, lt=100.0)
     mean: Tensor | None = field(default=None, repr=False, compare=False)
     kept: LinearHead | None = field(default=None, repr=False, compare=False)
 
@@ -104,12 +101,8 @@ class ASH(Detector):
     description: ClassVar[str] = "energy after pruning the features"
     paper: ClassVar[str] = "Djurisic et al. 2023"
 
-    variant: str = field(
-        default="b", metadata={"choices": ("p", "b", "s"), "help": "survivors stay (p), become equal (b), grow (s)"}
-    )
-    percentile: float = field(
-        default=65.0, metadata={"ge": 0.0, "lt": 100.0, "help": "percentage of the features that are set to 0"}
-    )
+    variant: str = setting("b", "survivors stay (p), become equal (b), grow (s)", choices=("p", "b", "s"))
+    percentile: float = setting(65.0, "percentage of the features that are set to 0", ge=0.0, lt=100.0)
 
     def applies(self, readout: Readout | None) -> bool:
         return readout is not None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import InputError
+from ..core.fields import setting
 from ..core.types import Output, Readout
 from ..nets.score import of_equal_length
 from .base import Detector, energy, linear_logits
@@ -36,9 +37,7 @@ class ScoreEnergy(Detector):
     passes: ClassVar[int] = 1
     needs_score: ClassVar[bool] = True
 
-    sigma: float | None = field(
-        default=None, metadata={"gt": 0.0, "help": "noise level; without it the network's own default"}
-    )
+    sigma: float | None = setting(None, "noise level; without it the network's own default", gt=0.0)
     alpha: float | None = field(default=None, repr=False, compare=False)
 
     def statistics(self, outputs: Output, y: Tensor, readout: Readout) -> dict[str, Tensor]:
@@ -79,9 +78,7 @@ class ScoreOwn(Detector):
     local: ClassVar[bool] = True
     needs_score: ClassVar[bool] = True
 
-    sigma: float | None = field(
-        default=None, metadata={"gt": 0.0, "help": "noise level; without it the network's own default"}
-    )
+    sigma: float | None = setting(None, "noise level; without it the network's own default", gt=0.0)
     alpha: float | None = field(default=None, repr=False, compare=False)
     own: Tensor | None = field(default=None, repr=False, compare=False)
 
@@ -125,11 +122,9 @@ class ScoreNear(Detector):
     local: ClassVar[bool] = True
     needs_score: ClassVar[bool] = True
 
-    k: int = field(default=50, metadata={"ge": 1, "help": "which neighbour; at most half of the training features"})
-    share: float = field(default=0.5, metadata={"ge": 0.0, "le": 1.0, "help": "of the score; the rest is the distance"})
-    sigma: float | None = field(
-        default=None, metadata={"gt": 0.0, "help": "noise level; without it the network's own default"}
-    )
+    k: int = setting(50, "which neighbour; at most half of the training features", ge=1)
+    share: float = setting(0.5, "of the score; the rest is the distance", ge=0.0, le=1.0)
+    sigma: float | None = setting(None, "noise level; without it the network's own default", gt=0.0)
     of_score: float | None = field(default=None, repr=False, compare=False)
     of_distance: float | None = field(default=None, repr=False, compare=False)
     own: Tensor | None = field(default=None, repr=False, compare=False)
@@ -200,7 +195,7 @@ class ScoreSpanned(Detector, ABC):
     passes: ClassVar[int] = 2  # the second tells the means
     needs_score: ClassVar[bool] = True
 
-    sigma: float = field(default=0.1, metadata={"gt": 0.0, "help": "noise level of the span, as in span"})
+    sigma: float = setting(0.1, "noise level of the span, as in span", gt=0.0)
     inverse: Tensor | None = field(default=None, repr=False, compare=False)
     images: float | None = field(default=None, repr=False, compare=False)
     of_score: float | None = field(default=None, repr=False, compare=False)
@@ -276,9 +271,7 @@ class ScoreNorm(Detector):
     paper: ClassVar[str] = "Liao et al. 2024"
     needs_score: ClassVar[bool] = True
 
-    sigma: float | None = field(
-        default=None, metadata={"gt": 0.0, "help": "noise level; without it the network's own default"}
-    )
+    sigma: float | None = setting(None, "noise level; without it the network's own default", gt=0.0)
 
     def __call__(self, outputs: Output, readout: Readout | None = None) -> Float[Tensor, " n"]:
         if readout is None or readout.score is None:

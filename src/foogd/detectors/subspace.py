@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self, final
 import torch
 from torch import Tensor
 
+from ..core.fields import setting
 from ..core.types import Output, Readout
 from ..nets.score import of_equal_length
 from .base import Detector, energy, linear_logits
@@ -34,9 +35,7 @@ class ViM(Detector):
     paper: ClassVar[str] = "Wang et al. 2022"
     passes: ClassVar[int] = 2
 
-    share: float = field(
-        default=0.5, metadata={"ge": 0.0, "lt": 1.0, "help": "share of the dimensions in the principal space"}
-    )
+    share: float = setting(0.5, "share of the dimensions in the principal space", ge=0.0, lt=1.0)
     moments: Moments | None = field(default=None, repr=False, compare=False)
     alpha: float | None = field(default=None, repr=False, compare=False)
     space: _Space | None = field(default=None, repr=False, compare=False)
@@ -90,7 +89,7 @@ class _Spanned(Detector, ABC):
     paper: ClassVar[str] = "ours, after Wang et al. 2022"
     passes: ClassVar[int] = 1
 
-    sigma: float = field(default=0.1, metadata={"gt": 0.0, "help": "noise level, where features have the length √d"})
+    sigma: float = setting(0.1, "noise level, where features have the length √d", gt=0.0)
     inverse: Tensor | None = field(default=None, repr=False, compare=False)
 
     def statistics(self, outputs: Output, y: Tensor, readout: Readout) -> dict[str, Tensor]:

@@ -5,12 +5,13 @@ It was chosen with OOD sets in view (docs/research.md). `profile = "anchored"` s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
+from ..core.fields import setting
 from ..core.types import ClassScore, Nets, Readout, Score
 from ..functional import langevin
 from ..nets.anchored import AnchoredScore
@@ -23,22 +24,15 @@ from .foogd import ScoreWrapper
 class AnchoredFOOGD(ScoreWrapper):
     """Class Gaussians under the score, on logarithmic features, and both views in the base loss."""
 
-    lambda_a: float = field(default=0.01, metadata={"ge": 0.0, "help": "weight of the Stein term's logarithm"})
-    ce_on: str = field(default="both", metadata={"choices": ("ori", "both"), "help": "views in the base loss"})
-    sigma: float = field(default=0.4, metadata={"gt": 0.0, "help": "noise level of KSD, Langevin and detection"})
-    sigma_max: float = field(default=1.0, metadata={"gt": 0.0, "help": "largest noise level of DSM"})
-    step: float = field(default=0.1, metadata={"gt": 0.0, "help": "Langevin step"})
-    log_share: float = field(
-        default=0.1, metadata={"ge": 0.0, "help": "c/size where features enter as log(1 + |z|/c); 0: as they are"}
-    )
-    whiten: float = field(
-        default=0.3, metadata={"ge": 0.0, "help": "shortens directions of variance v by 1/sqrt(1 + whiten v); 0: none"}
-    )
-    draws: int = field(default=8, metadata={"ge": 0, "help": "pairs of noise that detection averages over; 0: none"})
-    trust: float = field(
-        default=0.5,
-        metadata={"ge": 0.0, "le": 1.0, "help": "share of the learnt part that detection adds to Gaussians"},
-    )
+    lambda_a: float = setting(0.01, "weight of the Stein term's logarithm", ge=0.0)
+    ce_on: str = setting("both", "views in the base loss", choices=("ori", "both"))
+    sigma: float = setting(0.4, "noise level of KSD, Langevin and detection", gt=0.0)
+    sigma_max: float = setting(1.0, "largest noise level of DSM", gt=0.0)
+    step: float = setting(0.1, "Langevin step", gt=0.0)
+    log_share: float = setting(0.1, "c/size where features enter as log(1 + |z|/c); 0: as they are", ge=0.0)
+    whiten: float = setting(0.3, "shortens directions of variance v by 1/sqrt(1 + whiten v); 0: none", ge=0.0)
+    draws: int = setting(8, "pairs of noise that detection averages over; 0: none", ge=0)
+    trust: float = setting(0.5, "share of the learnt part that detection adds to Gaussians", ge=0.0, le=1.0)
 
     paper: ClassVar[str] = "ours, after Liao et al., NeurIPS 2024"
     travels: ClassVar[str] = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, final
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy, softplus
 
+from ..core.fields import setting
 from ..core.random import with_seed
 from ..core.types import Batch, Context, Nets, Optimiser, Phase, Rng, both_views
 from ..functional import outlier_exposure, supcon
@@ -79,30 +80,25 @@ class FedATOL(Method):
       then has everybody's images. That is possible in a simulation only, or with public data of the same kind.
     """
 
-    views: int = field(default=1, metadata={"choices": (1, 2), "help": "2: losses on the augmented view too"})
-    generator: str = field(
-        default="fed_gan",
-        metadata={"choices": ("fed_gan", "random", "central"), "help": "where the generator comes from; see privacy"},
+    views: int = setting(1, "2: losses on the augmented view too", choices=(1, 2))
+    generator: str = setting(
+        "fed_gan", "where the generator comes from; see privacy", choices=("fed_gan", "random", "central")
     )
-    mu: float = field(default=5.0, metadata={"gt": 0.0, "help": "entries of the latent class means are -mu or mu"})
-    s: float = field(default=0.1, metadata={"ge": 0.0, "help": "standard deviation of latents around a class mean"})
-    space: float = field(default=4.0, metadata={"gt": 0.0, "help": "outlier latents lie within mu*space/2 of 0"})
-    aux_id: bool = field(default=True, metadata={"help": "auxiliary images of the classes of the batch"})
-    ood_ratio: int = field(default=4, metadata={"ge": 0, "help": "generated outliers an image of the batch"})
-    lambda_ood: float = field(default=1.0, metadata={"ge": 0.0, "help": "weight of outlier exposure"})
-    lambda_al: float = field(default=1.0, metadata={"ge": 0.0, "help": "weight of the alignment of features"})
-    temperature: float = field(default=0.07, metadata={"gt": 0.0, "help": "of the alignment"})
-    smoothing: float = field(default=0.5, metadata={"ge": 0.0, "le": 1.0, "help": "of the labels; 0: hard labels"})
-    clip: float = field(default=1.0, metadata={"ge": 0.0, "help": "largest gradient norm of the model; 0: none"})
-    bn: str = field(
-        default="joint", metadata={"choices": ("joint", "real"), "help": "real: running statistics of real images only"}
-    )
-    generator_width: int = field(
-        default=0, metadata={"ge": 0, "help": "channels of the generator; 0: 64, and fewer for images below 32 pixels"}
-    )
-    gan_epochs: int = field(default=20, metadata={"ge": 0, "help": "epochs of the server's GAN (central)"})
-    gan_rounds: int = field(default=20, metadata={"ge": 0, "help": "rounds in which the clients train a GAN (fed_gan)"})
-    gan_lr: float = field(default=2e-4, metadata={"gt": 0.0, "help": "learning rate of the GAN"})
+    mu: float = setting(5.0, "entries of the latent class means are -mu or mu", gt=0.0)
+    s: float = setting(0.1, "standard deviation of latents around a class mean", ge=0.0)
+    space: float = setting(4.0, "outlier latents lie within mu*space/2 of 0", gt=0.0)
+    aux_id: bool = setting(True, "auxiliary images of the classes of the batch")
+    ood_ratio: int = setting(4, "generated outliers an image of the batch", ge=0)
+    lambda_ood: float = setting(1.0, "weight of outlier exposure", ge=0.0)
+    lambda_al: float = setting(1.0, "weight of the alignment of features", ge=0.0)
+    temperature: float = setting(0.07, "of the alignment", gt=0.0)
+    smoothing: float = setting(0.5, "of the labels; 0: hard labels", ge=0.0, le=1.0)
+    clip: float = setting(1.0, "largest gradient norm of the model; 0: none", ge=0.0)
+    bn: str = setting("joint", "real: running statistics of real images only", choices=("joint", "real"))
+    generator_width: int = setting(0, "channels of the generator; 0: 64, and fewer for images below 32 pixels", ge=0)
+    gan_epochs: int = setting(20, "epochs of the server's GAN (central)", ge=0)
+    gan_rounds: int = setting(20, "rounds in which the clients train a GAN (fed_gan)", ge=0)
+    gan_lr: float = setting(2e-4, "learning rate of the GAN", gt=0.0)
 
     paper: ClassVar[str] = "Zheng et al., NeurIPS 2023"
     travels: ClassVar[str] = "the model, an image generator and its discriminator, both ways"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, final
 
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from ..core.fields import setting
 from ..core.types import Batch, Context, Nets, both_views
 from .base import Method
 
@@ -17,7 +18,7 @@ from .base import Method
 class FedAvg(Method):
     """Local training by cross-entropy, averaged by number of samples; with `views` 2 also on augmented images."""
 
-    views: int = field(default=1, metadata={"choices": (1, 2), "help": "2: cross-entropy on the augmented view too"})
+    views: int = setting(1, "2: cross-entropy on the augmented view too", choices=(1, 2))
 
     paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
 

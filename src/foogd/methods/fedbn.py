@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, final
 
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..core.fields import setting
 from ..core.types import Batch, Context, Nets, both_views
 from .base import Method
 
@@ -22,7 +23,7 @@ class FedBN(Method):
     of its own: it is tested with the mean of the clients' private values.
     """
 
-    views: int = field(default=1, metadata={"choices": (1, 2), "help": "2: cross-entropy on the augmented view too"})
+    views: int = setting(1, "2: cross-entropy on the augmented view too", choices=(1, 2))
 
     paper: ClassVar[str] = "Li et al., ICLR 2021"
     travels: ClassVar[str] = "the model without batch normalisation, both ways"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from ..core.fields import setting
 from ..core.learning import learnable
 from ..core.types import Batch, Context, Nets, Optimiser, Output, Phase, Readout, Rng
 from ..data.views import contrastive_view
@@ -31,27 +32,18 @@ class FedICON(Method):
     The classifier starts late and at a low rate, so its rounds have at least the published five epochs.
     """
 
-    temperature: float = field(default=0.1, metadata={"gt": 0.0, "help": "of the contrast, in training and tests"})
-    body_lr: float = field(
-        default=0.0, metadata={"ge": 0.0, "help": "learning rate of the contrast; 0: the run's; published: 0.005"}
-    )
-    head_rounds: int = field(
-        default=5, metadata={"ge": 1, "help": "last rounds, for the classifier; at most a quarter of all"}
-    )
-    head_epochs: int = field(
-        default=5, metadata={"ge": 1, "help": "least epochs of the classifier in each of these rounds"}
-    )
-    head_lr: float = field(default=0.01, metadata={"gt": 0.0, "help": "learning rate of the shared classifier"})
-    personal_epochs: int = field(default=5, metadata={"ge": 0, "help": "epochs of the private part before a test"})
-    personal_lr: float = field(default=0.01, metadata={"gt": 0.0, "help": "learning rate of the private part"})
+    temperature: float = setting(0.1, "of the contrast, in training and tests", gt=0.0)
+    body_lr: float = setting(0.0, "learning rate of the contrast; 0: the run's; published: 0.005", ge=0.0)
+    head_rounds: int = setting(5, "last rounds, for the classifier; at most a quarter of all", ge=1)
+    head_epochs: int = setting(5, "least epochs of the classifier in each of these rounds", ge=1)
+    head_lr: float = setting(0.01, "learning rate of the shared classifier", gt=0.0)
+    personal_epochs: int = setting(5, "epochs of the private part before a test", ge=0)
+    personal_lr: float = setting(0.01, "learning rate of the private part", gt=0.0)
 
-    tta: str = field(
-        default="simclr",
-        metadata={"choices": ("simclr", "none"), "help": "simclr: a step on each test batch lowers its contrast"},
-    )
-    tta_lr: float = field(default=0.005, metadata={"gt": 0.0, "help": "learning rate of the steps on test batches"})
-    episodic: bool = field(default=False, metadata={"help": "true: a test batch forgets the steps before it"})
-    test_batch: int = field(default=128, metadata={"ge": 1, "help": "test images in a step"})
+    tta: str = setting("simclr", "simclr: a step on each test batch lowers its contrast", choices=("simclr", "none"))
+    tta_lr: float = setting(0.005, "learning rate of the steps on test batches", gt=0.0)
+    episodic: bool = setting(False, "true: a test batch forgets the steps before it")
+    test_batch: int = setting(128, "test images in a step", ge=1)
 
     paper: ClassVar[str] = "Tan et al., NeurIPS 2023"
     keeps: ClassVar[str] = "nothing; before a test it trains a private classifier"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from ..core.fields import setting
 from ..core.types import Batch, Context, Nets, Rng, ServerState, Survey, both_views
 from ..functional import head_gradient
 from .base import Method, flat_parameters
@@ -26,9 +27,9 @@ class FedIIR(Method):
     survey sees images as they are; with two views g_k is over both, so that the penalty counts their difference too.
     """
 
-    views: int = field(default=1, metadata={"choices": (1, 2), "help": "2: losses on the augmented view too"})
-    penalty: float = field(default=1e-3, metadata={"ge": 0.0, "help": "weight of the gradient distance; 0: FedAvg"})
-    ema: float = field(default=0.95, metadata={"ge": 0.0, "lt": 1.0, "help": "share of the old mean gradient kept"})
+    views: int = setting(1, "2: losses on the augmented view too", choices=(1, 2))
+    penalty: float = setting(1e-3, "weight of the gradient distance; 0: FedAvg", ge=0.0)
+    ema: float = setting(0.95, "share of the old mean gradient kept", ge=0.0, lt=1.0)
 
     paper: ClassVar[str] = "Guo et al., ICML 2023"
     travels: ClassVar[str] = "the model both ways; the head's gradient and a count up, the mean gradient down"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, final
 
 from torch import Tensor
 
+from ..core.fields import setting
 from ..core.types import Batch, Context, Nets, both_views
 from ..functional import logit_norm
 from .base import Method
@@ -20,8 +21,8 @@ class FedLN(Method):
     L = CE(v / (tau·(‖v‖ + 10⁻⁷)), y). Tests read the raw logits v.
     """
 
-    views: int = field(default=1, metadata={"choices": (1, 2), "help": "2: the loss on the augmented view too"})
-    tau: float = field(default=0.04, metadata={"gt": 0.0, "help": "temperature: logits have length 1/tau in the loss"})
+    views: int = setting(1, "2: the loss on the augmented view too", choices=(1, 2))
+    tau: float = setting(0.04, "temperature: logits have length 1/tau in the loss", gt=0.0)
 
     paper: ClassVar[str] = "Wei et al., ICML 2022"
 

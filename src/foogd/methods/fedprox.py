@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, final
 
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from ..core.fields import setting
 from ..core.types import Batch, Context, Nets, both_views
 from .base import Method, flat_parameters
 
@@ -21,8 +22,8 @@ class FedProx(Method):
     same time.
     """
 
-    views: int = field(default=1, metadata={"choices": (1, 2), "help": "2: cross-entropy on the augmented view too"})
-    mu: float = field(default=0.01, metadata={"ge": 0.0, "help": "weight of the proximal term; 0: FedAvg"})
+    views: int = setting(1, "2: cross-entropy on the augmented view too", choices=(1, 2))
+    mu: float = setting(0.01, "weight of the proximal term; 0: FedAvg", ge=0.0)
 
     paper: ClassVar[str] = "Li et al., MLSys 2020"
 

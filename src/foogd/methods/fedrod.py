@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, final
 
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from ..core.fields import setting
 from ..core.types import Batch, Context, Nets, Readout, Rng, both_views
 from ..functional import balanced_softmax
 from .base import Method, joined_readout, linear_head, linear_readout
@@ -19,8 +20,8 @@ from .base import Method, joined_readout, linear_head, linear_readout
 class FedRoD(Method):
     """Balanced softmax for the shared nets; a private head learns the client's own class balance on top of them."""
 
-    views: int = field(default=1, metadata={"choices": (1, 2), "help": "2: losses on the augmented view too"})
-    prior_smoothing: float = field(default=0.0, metadata={"ge": 0.0, "help": "added to the class counts of the prior"})
+    views: int = setting(1, "2: losses on the augmented view too", choices=(1, 2))
+    prior_smoothing: float = setting(0.0, "added to the class counts of the prior", ge=0.0)
 
     paper: ClassVar[str] = "Chen and Chao, ICLR 2022"
     keeps: ClassVar[str] = "a private head"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from ..core.fields import setting
 from ..core.types import Batch, Context, Nets, Output
 from ..functional import entropy
 from .base import Method
@@ -32,10 +33,10 @@ class Supports(NamedTuple):
 class FedT3A(Method):
     """FedAvg that classifies a test stream by prototypes of its own surest predictions, without gradients."""
 
-    views: int = field(default=1, metadata={"choices": (1, 2), "help": "2: cross-entropy on the augmented view too"})
-    filter: int = field(default=100, metadata={"ge": 1, "help": "supports that a class keeps, the surest; PACS: 50"})
-    test_batch: int = field(default=128, metadata={"ge": 1, "help": "test images that join the supports at a time"})
-    adapt: bool = field(default=True, metadata={"help": "false: plain evaluation, as FedAvg"})
+    views: int = setting(1, "2: cross-entropy on the augmented view too", choices=(1, 2))
+    filter: int = setting(100, "supports that a class keeps, the surest; PACS: 50", ge=1)
+    test_batch: int = setting(128, "test images that join the supports at a time", ge=1)
+    adapt: bool = setting(True, "false: plain evaluation, as FedAvg")
 
     paper: ClassVar[str] = "Iwasawa and Matsuo, NeurIPS 2021"
     passes: ClassVar[str] = "none; a test batch sorts its supports"

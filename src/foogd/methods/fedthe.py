@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, cross_entropy
 
+from ..core.fields import setting
 from ..core.flat import ServerNets
 from ..core.learning import learnable
 from ..core.random import with_seed
@@ -37,24 +38,20 @@ class FedTHE(Method):
     then predicts the class of the shared head, whatever the weights. It learns from the second round on.
     """
 
-    views: int = field(default=1, metadata={"choices": (1, 2), "help": "2: losses on the augmented view too"})
-    prior_smoothing: float = field(default=0.0, metadata={"ge": 0.0, "help": "added to the class counts of the prior"})
-    personal_lr: float = field(default=0.01, metadata={"gt": 0.0, "help": "learning rate of the private head"})
+    views: int = setting(1, "2: losses on the augmented view too", choices=(1, 2))
+    prior_smoothing: float = setting(0.0, "added to the class counts of the prior", ge=0.0)
+    personal_lr: float = setting(0.01, "learning rate of the private head", gt=0.0)
 
-    adapt: bool = field(default=True, metadata={"help": "false: both heads count one half for every image"})
-    adapt_steps: int = field(default=20, metadata={"ge": 0, "help": "Adam steps on the weights of the two heads"})
-    adapt_lr: float = field(default=0.1, metadata={"gt": 0.0, "help": "learning rate of these steps"})
-    history_rate: float = field(
-        default=0.1, metadata={"gt": 0.0, "le": 1.0, "help": "share of an image in the history: m = a z + (1-a) m"}
-    )
-    feature_share: float = field(
-        default=0.3, metadata={"ge": 0.0, "le": 1.0, "help": "share of an image beside its history: b z + (1-b) m"}
-    )
-    test_batch: int = field(default=128, metadata={"ge": 1, "help": "test images at a time; no result depends on it"})
+    adapt: bool = setting(True, "false: both heads count one half for every image")
+    adapt_steps: int = setting(20, "Adam steps on the weights of the two heads", ge=0)
+    adapt_lr: float = setting(0.1, "learning rate of these steps", gt=0.0)
+    history_rate: float = setting(0.1, "share of an image in the history: m = a z + (1-a) m", gt=0.0, le=1.0)
+    feature_share: float = setting(0.3, "share of an image beside its history: b z + (1-b) m", ge=0.0, le=1.0)
+    test_batch: int = setting(128, "test images at a time; no result depends on it", ge=1)
 
-    memo_steps: int = field(default=0, metadata={"ge": 0, "help": "FedTHE+: steps on all nets an image; published: 3"})
-    memo_lr: float = field(default=5e-4, metadata={"gt": 0.0, "help": "learning rate of these steps"})
-    memo_views: int = field(default=16, metadata={"ge": 1, "help": "AugMix views of an image in these steps"})
+    memo_steps: int = setting(0, "FedTHE+: steps on all nets an image; published: 3", ge=0)
+    memo_lr: float = setting(5e-4, "learning rate of these steps", gt=0.0)
+    memo_views: int = setting(16, "AugMix views of an image in these steps", ge=1)
 
     paper: ClassVar[str] = "Jiang and Lin, ICLR 2023"
     travels: ClassVar[str] = "the model and one mean feature, both ways"

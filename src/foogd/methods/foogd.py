@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor, nn
 
+from ..core.fields import setting
 from ..core.flat import ServerNets
 from ..core.learning import set_training
 from ..core.random import with_seed
@@ -31,19 +32,19 @@ from .wrapper import Wrapper
 class ScoreWrapper(Wrapper, ABC):
     """Algorithms 1 to 3 around a base method; which score network, and how it is asked, is left open."""
 
-    lambda_m: float = field(default=0.5, metadata={"ge": 0.0, "le": 1.0, "help": "MMD share of the score loss, Eq. 8"})
-    lambda_a: float = field(default=0.05, metadata={"ge": 0.0, "help": "weight of the Stein term, Eq. 12"})
-    ce_on: str = field(default="ori", metadata={"choices": ("ori", "both"), "help": "views in the base loss, Alg. 3"})
-    train_base: bool = field(default=True, metadata={"help": "false: only the score network learns"})
-    score_width: int = field(default=1024, metadata={"ge": 1, "help": "hidden width of the score network"})
-    sigma: float = field(default=0.5, metadata={"gt": 0.0, "help": "noise level of Eq. 6, 9 and 11, in spreads"})
-    sigma_min: float = field(default=0.1, metadata={"gt": 0.0, "help": "smallest noise level of Eq. 4, in spreads"})
-    sigma_max: float = field(default=3.0, metadata={"gt": 0.0, "help": "largest noise level of Eq. 4, in spreads"})
-    sigma_levels: int = field(default=10, metadata={"ge": 1, "help": "noise levels of Eq. 4; 1: `sigma` alone"})
-    step: float = field(default=0.5, metadata={"gt": 0.0, "help": "Langevin step, Eq. 6"})
-    steps: int = field(default=10, metadata={"ge": 1, "help": "Langevin steps T, Eq. 6"})
-    score_lr: float = field(default=0.001, metadata={"gt": 0.0, "help": "rate of Adam for the score network"})
-    score_clip: float = field(default=5.0, metadata={"ge": 0.0, "help": "largest gradient norm of the score; 0: none"})
+    lambda_m: float = setting(0.5, "MMD share of the score loss, Eq. 8", ge=0.0, le=1.0)
+    lambda_a: float = setting(0.05, "weight of the Stein term, Eq. 12", ge=0.0)
+    ce_on: str = setting("ori", "views in the base loss, Alg. 3", choices=("ori", "both"))
+    train_base: bool = setting(True, "false: only the score network learns")
+    score_width: int = setting(1024, "hidden width of the score network", ge=1)
+    sigma: float = setting(0.5, "noise level of Eq. 6, 9 and 11, in spreads", gt=0.0)
+    sigma_min: float = setting(0.1, "smallest noise level of Eq. 4, in spreads", gt=0.0)
+    sigma_max: float = setting(3.0, "largest noise level of Eq. 4, in spreads", gt=0.0)
+    sigma_levels: int = setting(10, "noise levels of Eq. 4; 1: `sigma` alone", ge=1)
+    step: float = setting(0.5, "Langevin step, Eq. 6", gt=0.0)
+    steps: int = setting(10, "Langevin steps T, Eq. 6", ge=1)
+    score_lr: float = setting(0.001, "rate of Adam for the score network", gt=0.0)
+    score_clip: float = setting(5.0, "largest gradient norm of the score; 0: none", ge=0.0)
 
     paper: ClassVar[str] = "Liao et al., NeurIPS 2024"
     keeps: ClassVar[str] = "what the base keeps"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, final
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ..core.errors import InputError
+from ..core.fields import setting
 from ..core.flat import ServerNets
 from ..core.random import with_seed
 from ..core.types import Batch, Context, Nets, Output, Readout, Rng, ServerState, Survey, both_views
@@ -44,19 +45,15 @@ class FOSTER(Method):
     features behind their mean and covariance; here they are generated anew at each step: the generator is known.
     """
 
-    views: int = field(default=1, metadata={"choices": (1, 2), "help": "2: cross-entropy on the augmented view too"})
-    beta: float = field(default=0.1, metadata={"ge": 0.0, "help": "weight of outlier exposure; 0: private heads only"})
-    draws: int = field(default=0, metadata={"ge": 0, "help": "generated features a step; 0: as many as images"})
-    external_if_count: int = field(
-        default=0, metadata={"ge": 0, "help": "a client lacks the classes of which it has at most so many images"}
-    )
-    select: int = field(default=1, metadata={"ge": 0, "help": "least likely candidates kept a class; 0: no selection"})
-    candidates: int = field(default=1000, metadata={"ge": 2, "help": "candidates a class that `select` picks from"})
-    restrict_to_local_classes: bool = field(
-        default=False, metadata={"help": "a client predicts only the classes that it has"}
-    )
-    generator_lr: float = field(default=1e-4, metadata={"gt": 0.0, "help": "learning rate of the generator"})
-    generator_batch: int = field(default=1000, metadata={"ge": 2, "help": "features a step of the generator"})
+    views: int = setting(1, "2: cross-entropy on the augmented view too", choices=(1, 2))
+    beta: float = setting(0.1, "weight of outlier exposure; 0: private heads only", ge=0.0)
+    draws: int = setting(0, "generated features a step; 0: as many as images", ge=0)
+    external_if_count: int = setting(0, "a client lacks the classes of which it has at most so many images", ge=0)
+    select: int = setting(1, "least likely candidates kept a class; 0: no selection", ge=0)
+    candidates: int = setting(1000, "candidates a class that `select` picks from", ge=2)
+    restrict_to_local_classes: bool = setting(False, "a client predicts only the classes that it has")
+    generator_lr: float = setting(1e-4, "learning rate of the generator", gt=0.0)
+    generator_batch: int = setting(1000, "features a step of the generator", ge=2)
 
     paper: ClassVar[str] = "Yu et al., ICLR 2023"
     travels: ClassVar[str] = "the model, both ways (private heads up, their mean down), and a feature generator down"
@@ -87,9 +84,7 @@ class FOSTER(Method):
     def build(self, backbone: nn.Module, num_classes: int, rng: Rng) -> Nets:
         nets = super().build(backbone, num_classes, rng)
         nets["generic_head"] = linear_head(backbone, num_classes, rng("head"))  # the mean of heads that start alike
-        nets["generator"] = with_seed(
-            rng("generator"), lambda: FeatureGenerator(feature_width(backbone), num_classes)
-        )
+        nets["generator"] = with_seed(rng("generator"), lambda: FeatureGenerator(feature_width(backbone), num_classes))
         return nets
 
     def init_server(self, nets: Nets, rng: Rng) -> dict[str, Tensor]:

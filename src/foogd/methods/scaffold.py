@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from ..core.fields import setting
 from ..core.flat import ServerNets
 from ..core.types import Batch, Context, Nets, Rng, ServerState, Survey, both_views
 from .base import Method, flat_parameters
@@ -26,11 +27,9 @@ class SCAFFOLD(Method):
     of batch normalisation are averaged.
     """
 
-    views: int = field(default=1, metadata={"choices": (1, 2), "help": "2: cross-entropy on the augmented view too"})
-    eta_g: float = field(default=1.0, metadata={"gt": 0.0, "help": "step of the server; 1: the mean of the clients"})
-    client_weights: str = field(
-        default="uniform", metadata={"choices": ("uniform", "samples"), "help": "samples: as the run weights clients"}
-    )
+    views: int = setting(1, "2: cross-entropy on the augmented view too", choices=(1, 2))
+    eta_g: float = setting(1.0, "step of the server; 1: the mean of the clients", gt=0.0)
+    client_weights: str = setting("uniform", "samples: as the run weights clients", choices=("uniform", "samples"))
 
     paper: ClassVar[str] = "Karimireddy et al., ICML 2020"
     travels: ClassVar[str] = "the model and a vector as long as its trained parameters, both ways"
