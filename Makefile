@@ -35,6 +35,7 @@ demo-seeds: $(BIN)/foogd    ## the same table over three seeds
 
 test: $(BIN)/.dev           ## lint, type check, all tests
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2
 
@@ -46,6 +47,7 @@ golden: $(BIN)/.dev         ## the run folders of BASE and of the code as it sta
 
 lint: $(BIN)/.dev
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 
 bench: $(BIN)/foogd

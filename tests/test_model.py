@@ -123,9 +123,10 @@ def test_images_that_were_set_aside_train_nothing(trained):
         assert len(aside) == round(0.1 * (len(own) + len(aside)))
         assert saved["calibration_indices"][client] == aside.tolist()
         assert saved["indices"][client] == own.tolist()
-    assert f"{sum(map(len, federation.calibration_indices))} training images were set aside" in (
-        trained / "summary.md"
-    ).read_text()
+    assert (
+        f"{sum(map(len, federation.calibration_indices))} training images were set aside"
+        in (trained / "summary.md").read_text()
+    )
 
 
 def test_one_call_is_the_verdict_of_equation_9(trained):
@@ -719,9 +720,7 @@ def test_someone_unknown_is_judged_by_thresholds_of_the_generic_model(tmp_path):
     aside = federation.calibration_test
     for detector in ("energy", "msp"):
         # Each client's images are a stream of their own, for the method adapts to a stream.
-        scores = torch.cat(
-            [model.predict(aside.store.images[own], detector=detector).score for own in aside.indices]
-        )
+        scores = torch.cat([model.predict(aside.store.images[own], detector=detector).score for own in aside.indices])
         wanted = threshold_at_tpr(scores)
         assert model.threshold(detector) == pytest.approx(wanted, rel=1e-4)
 

@@ -1,5 +1,7 @@
 """Federated learning that keeps classifying shifted data and detects what nobody trained on."""
 
+from importlib.metadata import PackageNotFoundError, version
+
 from .config import Config
 from .core.errors import InputError
 from .core.fields import setting
@@ -26,7 +28,10 @@ from .methods import (
 from .model import Model, Predictions, load
 from .simulate import RoundResult, RunState, simulate
 
-__version__ = "0.1.0"
+try:
+    __version__ = version("foogd")
+except PackageNotFoundError:  # run from its sources alone
+    __version__ = "not installed"
 
 __all__ = [
     "FOOGD",

@@ -809,9 +809,7 @@ class OnItsOwn(MSP):
     local: ClassVar[bool] = True
 
 
-@pytest.mark.parametrize(
-    ("kind", "found"), [(WithoutPasses, "its own statistics and fit"), (OnItsOwn, "local = True")]
-)
+@pytest.mark.parametrize(("kind", "found"), [(WithoutPasses, "its own statistics and fit"), (OnItsOwn, "local = True")])
 def test_a_detector_that_learns_in_no_pass_is_refused(kind: type[Detector], found: str) -> None:
     sentence = f"the detector '.*' has {found}, but passes = 0: say how many passes"
     with pytest.raises(AssertionError, match=sentence):

@@ -249,7 +249,6 @@ def naive_anchored_score(score: AnchoredScore, z: Tensor) -> Tensor:
     return torch.stack(found)
 
 
-
 def normalised(images: Tensor, federation: Federation) -> Tensor:
     x = images.permute(0, 3, 1, 2).float() / 255
     return (x - torch.tensor(federation.mean)[:, None, None]) / torch.tensor(federation.std)[:, None, None]
@@ -315,9 +314,7 @@ def naive(engine: EagerEngine, state: RunState, *, generic_rows: bool) -> Found:
     answers = {t.key: {c: said(engine, state, t, c) for c in clients if len(t.indices[c])} for t in tests}
     rows: Found = {}
 
-    def add(
-        test: TestSet, detector: str | None, metric: str, values: Values, weights: Weights, pooled: float
-    ) -> None:
+    def add(test: TestSet, detector: str | None, metric: str, values: Values, weights: Weights, pooled: float) -> None:
         about = (test.name, test.split, test.corruption, test.severity, detector, metric)
         for client, value in values.items():
             rows[Key("client", client, *about)] = value, weights[client]

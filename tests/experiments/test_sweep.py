@@ -631,7 +631,7 @@ def test_a_variant_keeps_of_its_own_methods_those_that_are_asked_for():
     def labels(scale="full", **overrides):
         return {point.label for point in plan("other", read_sweep("other.toml"), scale, overrides).points}
 
-    text = '''
+    text = """
 base = "cifar10"
 [grid]
 method = ["fedavg", "fedrod"]
@@ -643,7 +643,7 @@ momentum = 0.5
 grid = { method = ["fedrod", "fedln"] }
 [tiny.grid]
 method = ["fedln"]
-'''
+"""
     read(text)
     assert labels() == {"fedavg", "fedrod", "fedrod, own", "fedln, own"}
     assert labels(method="fedrod") == {"fedrod", "fedrod, own"}

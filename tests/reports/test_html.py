@@ -905,7 +905,7 @@ def test_the_mean_over_the_domains_left_out_stands_beside_the_published_one(tmp_
     for text in (Page(html_report(collection, maps=0)).words(), markdown_report(collection), csv_report(collection)):
         assert title in text
     assert "(71.5)" in latex_report(collection)
-    (_, fewer), = domain_means(collect([one for one in tmp_path.iterdir() if "sketch" not in one.name]))
+    ((_, fewer),) = domain_means(collect([one for one in tmp_path.iterdir() if "sketch" not in one.name]))
     assert not fewer.has_published
 
 

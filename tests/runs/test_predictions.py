@@ -196,6 +196,6 @@ def test_a_folder_without_samples_has_none_and_a_damaged_file_is_named(tmp_path,
     path.write_bytes(whole[:200])
     with pytest.raises(InputError, match=r"samples\.safetensors is damaged"):
         read_samples(tmp_path)
-    path.write_bytes(whole.replace(rb'\"format\": \"1\"', rb'\"format\": \"9\"'))
+    path.write_bytes(whole.replace(rb"\"format\": \"1\"", rb"\"format\": \"9\""))
     with pytest.raises(InputError, match="its format is '9'"):
         read_samples(tmp_path)

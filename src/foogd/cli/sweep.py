@@ -89,8 +89,7 @@ def sweep(
     this = with_data(this, place, configs)
     found = resolve_all(this, place)
     notes = [
-        decode(config)
-        for config in {(c.data, c.sites, c.out, c.data_root): c for c, _ in found.values()}.values()
+        decode(config) for config in {(c.data, c.sites, c.out, c.data_root): c for c, _ in found.values()}.values()
     ]
     check_runs(this, found)
     remark(*notes)
@@ -339,9 +338,7 @@ class Screen:
                 grid.add_row(escape(place.name), f"–/{rounds}", "–", "–", evaluated)
             else:
                 losses = escape(", ".join(f"{group} {value:.3f}" for group, value in last.losses.items()))
-                grid.add_row(
-                    escape(place.name), f"{last.round}/{rounds}", f"{last.seconds:.1f}", losses, evaluated
-                )
+                grid.add_row(escape(place.name), f"{last.round}/{rounds}", f"{last.seconds:.1f}", losses, evaluated)
         return grid
 
 

@@ -50,9 +50,7 @@ class Layout:
     frozen_size: int = 0
 
     @classmethod
-    def of(
-        cls, nets: nn.ModuleDict, personal: Callable[[str], bool], frozen: Collection[str] = frozenset()
-    ) -> Layout:
+    def of(cls, nets: nn.ModuleDict, personal: Callable[[str], bool], frozen: Collection[str] = frozenset()) -> Layout:
         """The layout of `nets`: `personal(name)` says what stays on the client, `frozen` names the server's nets."""
         slices: dict[str, Slice] = {}
         integers: list[str] = []

@@ -290,11 +290,7 @@ CATALOGUE: dict[str, Entry] = {
                     anywhere=False,
                 ),
             ),
-            (
-                Remote(
-                    "https://zenodo.org/record/2535967/files/CIFAR-10-C.tar", "56bf5dcef84df0e2308c6dcbcbbd8499"
-                ),
-            ),
+            (Remote("https://zenodo.org/record/2535967/files/CIFAR-10-C.tar", "56bf5dcef84df0e2308c6dcbcbbd8499"),),
         ),
         Entry(
             "cifar100c",
@@ -314,11 +310,7 @@ CATALOGUE: dict[str, Entry] = {
                     anywhere=False,
                 ),
             ),
-            (
-                Remote(
-                    "https://zenodo.org/record/3555552/files/CIFAR-100-C.tar", "11f0ed0f1191edbf9fa23466ae6021d3"
-                ),
-            ),
+            (Remote("https://zenodo.org/record/3555552/files/CIFAR-100-C.tar", "11f0ed0f1191edbf9fa23466ae6021d3"),),
         ),
         Entry(
             "tinyimagenetc",

@@ -196,9 +196,7 @@ def usable_deviation(std: Sequence[float]) -> tuple[float, ...]:
     return tuple(max(s, 1 / 255) for s in std)
 
 
-def _set_aside(
-    own: Sequence[Tensor], share: float, seed: int
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def _set_aside(own: Sequence[Tensor], share: float, seed: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Each client's indices to train on and to set thresholds with; a client of one image keeps it for training."""
     if not 0 <= share < 1:
         raise InputError(f"calibration is {share}; a share of at least 0 and below 1 is needed.")

@@ -204,9 +204,7 @@ def named(
     store: ImageStore, name: str, classes: tuple[str, ...] = (), domain_names: tuple[str, ...] = ()
 ) -> ImageStore:
     """The same store under the name by which results report it, with these classes and domains where it names none."""
-    return replace(
-        store, name=name, classes=store.classes or classes, domain_names=store.domain_names or domain_names
-    )
+    return replace(store, name=name, classes=store.classes or classes, domain_names=store.domain_names or domain_names)
 
 
 def split_size(spec: str) -> tuple[str, int | None]:

@@ -31,9 +31,7 @@ Sums = Mapping[str, Sequence[Mapping[str, Tensor]]]
 class Evaluator:
     """Runs a trained federation over its test sets."""
 
-    def __init__(
-        self, engine: Engine, detectors: Mapping[str, Detector], *, progress: Progress | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, detectors: Mapping[str, Detector], *, progress: Progress | None = None) -> None:
         """`progress` is told, during an evaluation, how many images of how many have been looked at."""
         for name, detector in detectors.items():
             check_passes(detector, name)
@@ -182,9 +180,7 @@ class Evaluator:
         # Convolutions of a GPU are made for this order of the values.
         return images.contiguous(memory_format=torch.channels_last) if images.is_cuda else images
 
-    def _outputs(
-        self, test: TestSet, state: RunState, *, adapt: bool
-    ) -> Iterator[tuple[ClientState, Tensor, Output]]:
+    def _outputs(self, test: TestSet, state: RunState, *, adapt: bool) -> Iterator[tuple[ClientState, Tensor, Output]]:
         """Each client's output for its part of a test set; features are computed once where all clients share them."""
         parts = [part.to(self._shared.device) for part in test.indices]
         streams = adapt and self._method.adapts

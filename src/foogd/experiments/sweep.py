@@ -84,7 +84,7 @@ def _check(content: Mapping[str, Any], name: str) -> None:
     if unknown:
         raise InputError(f"{name} has {unknown[0]!r}, which no sweep has: use {', '.join(sorted(_KEYS))}")
     if "base" not in content:
-        raise InputError(f"{name} has no base: name a preset, as in base = \"cifar10\"")
+        raise InputError(f'{name} has no base: name a preset, as in base = "cifar10"')
     for key in ("base", "title", "about", "paper"):
         _need(name, content, key, str, "text")
     _need(name, content, "set", dict, "a table of settings, as in [set]")
@@ -145,7 +145,7 @@ def _check_sections(name: str, content: Mapping[str, Any]) -> None:
     """Sections are settings: of the lists of the sweep, or any other, which has one value then."""
     sections = content.get("sections", [])
     if not isinstance(sections, list) or not all(isinstance(axis, str) for axis in sections):
-        raise InputError(f"{name} has sections = {sections!r}: it must be a list of settings, as in [\"alpha\"]")
+        raise InputError(f'{name} has sections = {sections!r}: it must be a list of settings, as in ["alpha"]')
     tables = [content, *content.get("variants", ()), *(content.get(scale, {}) for scale in SCALES)]
     axes = {axis for table in tables for axis in table.get("grid", {})}
     settings = {item.name for owner in (Config, *TABLES.values(), *PROFILES.values()) for item in fields(owner)}  # type: ignore[arg-type]

@@ -41,9 +41,7 @@ def write_certificates(folder: Path, hosts: Sequence[str]) -> None:
             .not_valid_before(now - timedelta(minutes=5))
             .not_valid_after(now + timedelta(days=DAYS))
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
-            .add_extension(
-                x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), critical=False
-            )
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), critical=False)
         )
 
     usage = x509.KeyUsage(

@@ -153,9 +153,7 @@ class FlowerEngine:
         """Nodes do this themselves when they evaluate."""
         return list(clients)
 
-    def survey(
-        self, server: ServerState, clients: Sequence[ClientState], round: int
-    ) -> list[Survey | Missing]:
+    def survey(self, server: ServerState, clients: Sequence[ClientState], round: int) -> list[Survey | Missing]:
         """What the nodes answer before training; [] where the method asks nothing."""
         if not self.method.surveys:
             return []
@@ -170,9 +168,7 @@ class FlowerEngine:
 
         return [self._use(client, replies[client.id], read) for client in clients]
 
-    def train(
-        self, server: ServerState, clients: Sequence[ClientState], round: int
-    ) -> Iterator[Update | Missing]:
+    def train(self, server: ServerState, clients: Sequence[ClientState], round: int) -> Iterator[Update | Missing]:
         """The updates of the nodes in the order of client ids."""
         training = {client.id for client in clients}
         others = [client for client in self.everyone if self.evaluate and client.id not in training]

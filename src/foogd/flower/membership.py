@@ -167,9 +167,7 @@ class Roster:
     def from_json(about: Mapping[str, Any]) -> Roster:
         """What `to_json` wrote."""
         try:
-            roster = Roster(
-                tuple(about["classes"]), tuple(about["shape"]), tuple(about["mean"]), tuple(about["std"])
-            )
+            roster = Roster(tuple(about["classes"]), tuple(about["shape"]), tuple(about["mean"]), tuple(about["std"]))
             for client, one in enumerate(about["clients"]):
                 member = Member(client, one["name"], one["home"], tuple(one["class_counts"]), one["aside"])
                 roster.members[member.name] = member

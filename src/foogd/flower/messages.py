@@ -189,9 +189,7 @@ def _place(entry: tuple[str, Tensor]) -> tuple[int, int]:
     return int(place), int(number)
 
 
-def asked_arrays(
-    asked: Asked, client: int, detectors: Sequence[str]
-) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+def asked_arrays(asked: Asked, client: int, detectors: Sequence[str]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """One client's answers about its test sets: arrays, and which set each is. Only flags and scores are among them."""
     arrays: dict[str, Tensor] = {}
     sets: list[dict[str, Any]] = []

@@ -108,9 +108,7 @@ def become(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     os.execve(sys.executable, [sys.executable, str(Path(__file__).with_name("supervise.py")), *command], dict(env))
 
 
-def superlink_command(
-    address: str, *, state: Path, certificates: Path | None, known_nodes_only: bool
-) -> list[str]:
+def superlink_command(address: str, *, state: Path, certificates: Path | None, known_nodes_only: bool) -> list[str]:
     """The SuperLink, with its list of nodes and runs in a file below `state`."""
     host, port = split_address(address)
     command = ["flower-superlink", "--host", host, "--port", str(port), "--database", str(state / "superlink.db")]

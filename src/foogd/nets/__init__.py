@@ -49,9 +49,7 @@ BACKBONES: dict[str, Callable[[ImageShape], nn.Module]] = {
 }
 
 
-def make_backbone(
-    spec: str | Callable[..., nn.Module], image_shape: ImageShape, stream: torch.Generator
-) -> nn.Module:
+def make_backbone(spec: str | Callable[..., nn.Module], image_shape: ImageShape, stream: torch.Generator) -> nn.Module:
     """The backbone that `spec` names (a name, a callable or "file.py:fn"), with start weights seeded by `stream`.
 
     Its attribute `feature_width` is d; where a user's module has none, it is set to the width of its output.

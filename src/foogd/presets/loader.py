@@ -23,7 +23,9 @@ from ..methods.base import Method
 TABLES: dict[str, type[Method]] = {**METHODS, "foogd": FOOGD}
 
 PROFILE = (
-    "profile", "published", "published, the paper's method; anchored, a variant of ours that is not in the paper"
+    "profile",
+    "published",
+    "published, the paper's method; anchored, a variant of ours that is not in the paper",
 )
 """Name, default and meaning of what chooses the class behind `+foogd`."""
 
@@ -218,9 +220,7 @@ def check_settings(
     for key in settings:
         if key not in known:
             raise InputError(f"setting {key!r} is not known for method {name}{near(key, known)}")
-    return {
-        key: parse(key, value, hints_of(known[key][0]).get(key), known[key][1]) for key, value in settings.items()
-    }
+    return {key: parse(key, value, hints_of(known[key][0]).get(key), known[key][1]) for key, value in settings.items()}
 
 
 def near(key: str, known: Iterable[str]) -> str:

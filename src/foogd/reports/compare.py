@@ -25,7 +25,6 @@ from .bootstrap import TITLES, Side, Universe
 USUAL = ("msp", "energy", "score_norm", "score_span_all")
 
 
-
 @final
 @dataclass(frozen=True)
 class Difference:
@@ -206,9 +205,7 @@ def _how_to_answer(folder: Path) -> str:
 def _usable(samples: Samples) -> list[str]:
     """The detectors whose scores are numbers everywhere."""
     return [
-        name
-        for name in samples.detectors()
-        if not any(bool(one.scores[name].isnan().any()) for one in samples.sets)
+        name for name in samples.detectors() if not any(bool(one.scores[name].isnan().any()) for one in samples.sets)
     ]
 
 

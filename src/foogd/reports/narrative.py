@@ -396,9 +396,7 @@ def _without_numbers(collection: Collection) -> list[str]:
     lacking = []
     for scene in collection.scenes:
         for group in scene.groups:
-            own = [
-                {row.detector for row in record.rows if row.round == record.last_round} for record in group.records
-            ]
+            own = [{row.detector for row in record.rows if row.round == record.last_round} for record in group.records]
             known = set.union(*own)
             for record, found in zip(group.records, own, strict=True):
                 names = [detector_name(name) for name in record.settings["detectors"] if name in known - found]

@@ -110,7 +110,6 @@ def read_about(folder: Path) -> tuple[dict[str, Any], bytes]:
     """The description and the file of a run's model, whose checksum must be right."""
     path = folder / MODEL / ABOUT
     if not path.is_file():
-
         raise InputError(f"{folder} has no model yet: finish the run with {resume_command(folder)}")
     while True:
         about = _read_description(path)
@@ -135,13 +134,17 @@ def _read_description(path: Path) -> dict[str, Any]:
             shown = shown if len(shown) <= 60 else f"{shown[:60]}…"
             raise InputError(f"{path} is damaged: {key} is {shown}, and {allowed} is needed")
     sites = about.get("client_names", [])
-    if not isinstance(sites, list) or not all(isinstance(site, str) for site in sites) or (
-        len(sites) not in (0, about["clients"])
+    if (
+        not isinstance(sites, list)
+        or not all(isinstance(site, str) for site in sites)
+        or (len(sites) not in (0, about["clients"]))
     ):
         raise InputError(f"{path} is damaged: client_names must be a name for each of the {about['clients']} clients")
     names = about.get("settings", [])
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or (
-        ("settings" in about) != ("settings_sha256" in about)
+    if (
+        not isinstance(names, list)
+        or not all(isinstance(name, str) for name in names)
+        or (("settings" in about) != ("settings_sha256" in about))
     ):
         raise InputError(f"{path} is damaged: its digest of the settings is not whole")
     return about

@@ -11,6 +11,7 @@ from ..data.federation import Federation, client_labels
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+
 def partition_figure(federation: Federation) -> Figure:
     """Clients × classes: the area of a disc is the number of training images, which also stands in it."""
     from matplotlib.figure import Figure

@@ -52,9 +52,7 @@ def retest(run: Run, folder: Path, config: Config) -> Run:
     files = {name: (run.folder / name).read_bytes() for name in (ROUNDS, f"{CHECKPOINT}/{state['file']}")}
     alone = {key: value for key, value in state.items() if key != "before"}  # the weights that are tested, no others
     files[f"{CHECKPOINT}/{STATE}"] = json.dumps(alone).encode()
-    return Run.create(
-        folder, config, run.method, files | {ENVIRONMENT: f"{json.dumps(about, indent=2)}\n".encode()}
-    )
+    return Run.create(folder, config, run.method, files | {ENVIRONMENT: f"{json.dumps(about, indent=2)}\n".encode()})
 
 
 def _check_source(run: Run) -> None:

@@ -399,9 +399,7 @@ class Run:
         readout = self.method.readout(self.engine.nets())
         return [None, *(name for name, detector in self.detectors.items() if detector.applies(readout))]
 
-    def _evaluate(
-        self, state: RunState, detectors: Mapping[str, Detector], progress: Progress | None
-    ) -> list[Row]:
+    def _evaluate(self, state: RunState, detectors: Mapping[str, Detector], progress: Progress | None) -> list[Row]:
         older = read_rows(self.folder)  # a damaged file is found before anything is written
         # A run keeps its name: one that a later version of the package evaluates has more settings, so another digest.
         name = older[0].run if older else self.name

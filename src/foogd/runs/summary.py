@@ -29,9 +29,7 @@ def _section(title: str, table: Table) -> list[str]:
     return [f"## {title} ({table.title})", "", table.markdown(), ""]
 
 
-def write_summary(
-    run: Run, rows: Sequence[Row], lines: Sequence[Mapping[str, Any]], notes: Sequence[str] = ()
-) -> None:
+def write_summary(run: Run, rows: Sequence[Row], lines: Sequence[Mapping[str, Any]], notes: Sequence[str] = ()) -> None:
     """`summary.md`: results, communication and what the run was; `notes` are further sentences about it."""
     report = run.report(rows)
     refused = sum(len(line["refused"]) for line in lines)

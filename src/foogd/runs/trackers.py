@@ -210,5 +210,3 @@ def row_values(rows: Iterator[Row]) -> dict[str, float]:
             parts = (row.metric, about, *((row.detector,) if row.detector else ()))
             found.setdefault("/".join(parts), []).append(row.value)
     return {name: sum(values) / len(values) for name, values in found.items()}
-
-

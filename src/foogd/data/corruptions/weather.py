@@ -79,9 +79,7 @@ def snow(
     return whitened + layer + layer.flip(2, 3)
 
 
-def plasma(
-    n: int, side: int, decay: float, rng: torch.Generator, device: torch.device
-) -> Float[Tensor, "n size size"]:
+def plasma(n: int, side: int, decay: float, rng: torch.Generator, device: torch.device) -> Float[Tensor, "n size size"]:
     """n square maps in [0, 1] by diamond-square on a torus; the size is the power of two at or above `side`.
 
     A new point is the mean of four neighbours plus noise uniform in ±a²; a starts at 100 and is divided by `decay`
