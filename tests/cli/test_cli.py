@@ -937,7 +937,7 @@ def test_a_detector_that_the_method_cannot_serve_is_refused(refused, run):
 
 
 def real(*words):
-    command = [sys.executable, "-m", "foogd.cli", *words]
+    command = [sys.executable, "-m", "foogd", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 

@@ -365,7 +365,7 @@ def test_a_path_that_flower_would_misread_is_refused():
 
 
 def command(*words):
-    return subprocess.run([sys.executable, "-m", "foogd.cli", "flower", *words], capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-m", "foogd", "flower", *words], capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(

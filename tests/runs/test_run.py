@@ -50,7 +50,7 @@ device = "cpu"
 score_width = 16
 """
 
-COMMAND = (sys.executable, "-m", "foogd.cli", "run", "tiny.toml", "--method", "fedrod+foogd")
+COMMAND = (sys.executable, "-m", "foogd", "run", "tiny.toml", "--method", "fedrod+foogd")
 
 
 @pytest.fixture(autouse=True)

@@ -241,7 +241,3 @@ def main() -> None:
 def fail(sentence: str) -> NoReturn:
     print(f"foogd: {' '.join(sentence.split())}", file=sys.stderr)
     sys.exit(2)
-
-
-if __name__ == "__main__":
-    main()
