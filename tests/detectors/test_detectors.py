@@ -921,6 +921,12 @@ def test_a_function_must_return_one_score_an_image(plugin: Path, name: str, mess
         resolve_detector(f"{plugin}:{name}")(outputs())
 
 
+def test_a_function_takes_the_output_alone(tmp_path: Path) -> None:
+    (tmp_path / "two.py").write_text("def wants_more(outputs, readout):\n    return outputs.z.sum(1)\n")
+    with pytest.raises(InputError, match=r"wants_more.*\(outputs, readout\)"):
+        resolve_detector(f"{tmp_path}/two.py:wants_more")
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=f"{re.escape(str(tmp_path))}/none.py for the detector does not exist"):
         resolve_detector(f"{tmp_path}/none.py:f")

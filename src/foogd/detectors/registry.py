@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from inspect import isabstract
+from inspect import isabstract, signature
 from typing import TYPE_CHECKING, ClassVar, final
 
 from torch import Tensor
@@ -81,6 +81,13 @@ def as_detector(found: object, name: str) -> Detector:
         check_passes(found, name)
         return found
     if callable(found):
+        try:
+            signature(found).bind(None)
+        except TypeError:
+            raise InputError(
+                f"the detector {name!r} takes {signature(found)}, but a function is given the model's output alone: "
+                "write a class of foogd.detect.Detector for more."
+            ) from None
         return FunctionDetector(found)
     raise InputError(
         f"the detector {name!r} is of type {type(found).__name__}, but it must be a function, a Detector or its class."
