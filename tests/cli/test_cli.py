@@ -376,6 +376,19 @@ def test_more_detectors_add_rows_and_keep_the_others(finished, foogd):
     assert "max logit" in (finished / "summary.md").read_text()
 
 
+def test_a_time_limit_ends_with_a_whole_round_and_the_run_goes_on(foogd, monkeypatch):
+    words = ("run", "tiny.toml", "--method", "fedrod", "--set", "rounds=3")
+    assert foogd(*words, "--out", "whole")[0] == 0
+    with monkeypatch.context() as patch:
+        patch.setattr("foogd.cli.progress.time.perf_counter", itertools.count().__next__)  # a second a look
+        code, printed, _ = foogd(*words, "--out", "parts", "--seconds", "1")
+    assert code == 0
+    assert "foogd run parts/config.toml --out parts --resume" in " ".join(printed.split())
+    assert not (Path("parts") / "summary.md").exists()
+    assert foogd("run", "parts/config.toml", "--out", "parts", "--resume")[0] == 0
+    assert read_rows(Path("parts")) == read_rows(Path("whole"))
+
+
 def test_evaluating_again_changes_no_number(finished, foogd):
     before = read_rows(finished)
     assert foogd("evaluate", "a")[0] == 0

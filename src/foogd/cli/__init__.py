@@ -21,7 +21,7 @@ from ..methods import method_names
 from ..presets.loader import parse_assignments, read_preset, read_run_config, resolve
 from ..runs.environment import environment
 from ..runs.federation import skipped_sentence
-from ..runs.files import CONFIG, read_rows, write_atomic
+from ..runs.files import CONFIG, read_rows, resume_command, write_atomic
 from ..runs.reevaluate import check_tests, retest
 from ..runs.run import Run
 from ..runs.trackers import check_tracker
@@ -79,10 +79,12 @@ def run(
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     seed: Annotated[str | None, typer.Option(metavar="N", help="Seed of weights, partition and all draws.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, if it exists.")] = False,
+    seconds: Annotated[str, typer.Option(metavar="N", help="End with the round in which they are used up.")] = "0",
     tracker: Annotated[str, typer.Option(help="tensorboard, wandb or mlflow.")] = "",
 ) -> None:
     """Train one method and evaluate it. Example: foogd run demo --method fedavg+foogd --seed 1 --out runs/a"""
     check_tracker(tracker)
+    limit = whole_number("--seconds", seconds, 0)
     named = {"method": method, "data": data, "backbone": backbone, "init": init, "device": device}
     overrides = parse_assignments([*(settings or []), *([] if seed is None else [f"seed={seed}"])])
     overrides |= {key: value for key, value in named.items() if value is not None}
@@ -95,7 +97,11 @@ def run(
     if config.on_bad == "skip" and this.federation.skipped:
         console.print(escape(skipped_sentence(this.federation.skipped)), highlight=False)
     with progress_bar() as progress:
-        train(this, progress, tracker)
+        finished = train(this, progress, tracker, limit)
+    if not finished:
+        done = f"{limit} s are used up after round {this.finished_rounds()} of {config.rounds}"
+        say(f"{done}; go on with: {resume_command(folder)}")
+        return
     report = this.report(read_rows(folder))
     show(report)
     for sentence in (*this.leaked(), *this.left_out(), *this.unranked(report.rows)):

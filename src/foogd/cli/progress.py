@@ -37,8 +37,11 @@ def cost(run: Run) -> float:
     return run.method.effort
 
 
-def train(run: Run, progress: Progress, tracker: str = "") -> None:
-    """Train what is left of a run, with progress and an estimate of the time left."""
+def train(run: Run, progress: Progress, tracker: str = "", seconds: int = 0) -> bool:
+    """Train what is left of a run, with progress and an estimate of the time left; whether it is finished.
+
+    After `seconds` it ends with the round that it is in; 0: it does not.
+    """
     total = run.config.rounds
     task = progress.add_task(run.shown_name, total=total, completed=run.finished_rounds(), left="")
     began = time.perf_counter()
@@ -49,6 +52,10 @@ def train(run: Run, progress: Progress, tracker: str = "") -> None:
         report_round(run, result, f"about {ahead:.0f} s left")
         if number == 1 and run.fallback is not None:
             console.print(f"  steps are not replayed as graphs: {escape(run.fallback)}", highlight=False)
+        if seconds and time.perf_counter() - began >= seconds and result.round < total:
+            rounds.close()
+            return False
+    return True
 
 
 @final

@@ -13,7 +13,7 @@ import importlib.util
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, final
 
 from ..core.errors import InputError
@@ -134,7 +134,7 @@ def check_tracker(name: str) -> None:
         raise InputError(f'--tracker {name} needs the package {TRACKERS[name][0]}: pip install "foogd[{name}]"')
 
 
-def tracked(run: Run, name: str, progress: Progress | None = None) -> Iterator[RoundResult]:
+def tracked(run: Run, name: str, progress: Progress | None = None) -> Generator[RoundResult, None, None]:
     """Train what is left of a run, reporting each round to the tracker of this name; "" is none."""
     if not name or run.is_finished():
         yield from run.train(progress)
