@@ -8,9 +8,11 @@ import pytest
 
 from foogd import FOOGD, Config, FedAvg, FedRoD
 from foogd.core.errors import InputError
-from foogd.core.fields import Role, check, hints_of, parse, setting
+from foogd.core.fields import Role, check, hints_of, kind_of, parse, setting
 from foogd.detectors.neighbours import KNN
+from foogd.detectors.registry import DETECTORS
 from foogd.flower.options import Options
+from foogd.methods import METHODS, PROFILES
 
 
 @pytest.mark.parametrize(
@@ -84,6 +86,14 @@ def test_where_the_work_is_done_is_not_part_of_a_name():
         other = next((one for one in item.metadata.get("choices", (3,)) if one != item.default), None)
         assert Config(**{name: other}).digest({}) == plain, name
     assert Config(seed=1).digest({}) != plain
+
+
+@pytest.mark.parametrize(
+    "owner", [Config, Options, *METHODS.values(), *PROFILES.values(), *map(type, DETECTORS.values())]
+)
+def test_every_setting_is_of_a_type_that_is_checked(owner):
+    hints = hints_of(owner)
+    assert [item.name for item in fields(owner) if "help" in item.metadata and kind_of(hints[item.name]) is None] == []
 
 
 def test_every_setting_of_a_run_has_one_role():

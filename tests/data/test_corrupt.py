@@ -11,7 +11,7 @@ from PIL import Image
 from scipy.ndimage import gaussian_filter
 
 from foogd.core.errors import InputError
-from foogd.data.corrupt import COMMON, CONSTANTS, CORRUPTIONS, corrupt
+from foogd.data.corrupt import CONSTANTS, CORRUPTIONS, corrupt
 from foogd.data.corruptions import blur, filters, spatter, weather
 from foogd.data.corruptions.digital import elastic_transform, hsv_to_rgb, rgb_to_hsv
 
@@ -50,11 +50,6 @@ def test_every_table_has_five_severities_of_every_corruption():
     for table in CONSTANTS.values():
         assert set(table) == set(CORRUPTIONS)
         assert all(len(constants) == 5 for constants in table.values())
-
-
-def test_fifteen_are_common():
-    assert len(CORRUPTIONS) == 19
-    assert set(CORRUPTIONS) - set(COMMON) == {"speckle_noise", "gaussian_blur", "spatter", "saturate"}
 
 
 @pytest.mark.parametrize("table", CONSTANTS)

@@ -11,7 +11,6 @@ import zlib
 import numpy as np
 import pytest
 import scipy.io
-import torch
 from PIL import EpsImagePlugin, Image
 
 from foogd.core.errors import InputError
@@ -580,17 +579,6 @@ def test_a_damaged_remark_does_not_spoil_an_image():
     assert np.array_equal(decoding.decode(encoded(colours, format="PNG", exif=b"nonsense")), colours)
 
 
-def test_pictures_of_a_dataset_are_read_as_files_are():
-    remark = Image.Exif()
-    remark[0x0112] = 6
-    colours = pixels(1, 8)[0]
-    with Image.open(io.BytesIO(encoded(colours, format="PNG", exif=remark))) as picture:
-        assert np.array_equal(readers.read_dataset([(picture, 0)]).images[0], np.rot90(colours, -1))
-    deep = Image.fromarray(np.full((8, 8), 40_000, dtype=np.uint16))
-    with pytest.raises(InputError, match="the mode I;16, and 8 bits a channel are needed"):
-        readers.read_dataset([(deep, 0)])
-
-
 def test_workers_give_the_same_images_in_the_same_order_as_one_process():
     images = pixels(1200, 8)
     blobs = [encoded(image, format="PNG") for image in images]
@@ -628,42 +616,6 @@ def test_progress_reaches_the_number_of_images(tmp_path):
     seen = []
     folders.read_tree(tmp_path, progress=lambda done, total: seen.append((done, total)))
     assert seen[-1] == (3, 3)
-
-
-class Listed(torch.utils.data.Dataset):
-    classes = ("zero", "one")
-
-    def __init__(self, items):
-        self.items = items
-
-    def __len__(self):
-        return len(self.items)
-
-    def __getitem__(self, index):
-        if isinstance(self.items[index], Exception):
-            raise self.items[index]
-        return self.items[index]
-
-
-def test_any_map_style_dataset_is_read():
-    image = pixels(1, 8)[0]
-    channels_first = torch.from_numpy(image).permute(2, 0, 1)
-    items = [(Image.fromarray(image), 0), (image, 1), (channels_first, torch.tensor(1)), (channels_first / 255, 0)]
-    store = readers.read_dataset(Listed(items))
-    assert all(np.array_equal(found, image) for found in store.images.numpy())
-    assert (store.labels.tolist(), store.classes) == ([0, 1, 1, 0], ("zero", "one"))
-    assert readers.read_dataset([image, image]).labels.tolist() == [0, 0]
-    assert readers.read_dataset(Listed(items), size=4).shape == (3, 4, 4)
-    with pytest.raises(InputError, match="item 1: its floats go from -"):
-        readers.read_dataset(Listed([items[0], (channels_first / 127.5 - 1, 0)]))
-    broken = Listed([items[0], RuntimeError("no such file"), (pixels(1, 9)[0], 0)])
-    with pytest.raises(InputError, match="item 1: no such file"):
-        readers.read_dataset(broken)
-    skipped = []
-    assert len(readers.read_dataset(broken, on_bad="skip", skipped=skipped)) == 1
-    assert len(skipped) == 2
-    with pytest.raises(InputError, match="no length"):
-        readers.read_dataset(iter([image]))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from foogd.data.federation import Federation, TestSet, in_tests, out_tests
 from foogd.data.synthetic import tiny_federation
 from foogd.detectors.base import Detector
 from foogd.detectors.logits import MSP, Energy
+from foogd.detectors.registry import DETECTORS as by_name
 from foogd.detectors.registry import FunctionDetector
 from foogd.detectors.score import ScoreNorm
 from foogd.engine.eager import EagerEngine
@@ -632,3 +633,20 @@ def test_scores_that_are_no_numbers_cost_only_their_own_rows(federation, config)
     broken = FunctionDetector(lambda output: output.logits[:, 0] * float("nan"))
     rows = evaluate(engine, initial_state(engine), {"broken": broken, "msp": MSP()})
     assert {row.detector for row in rows} == {None, "msp"}
+
+
+def test_the_score_network_is_asked_once_about_the_same_features(monkeypatch):
+    asked = []
+    forward = ScoreNet.forward
+
+    def counted(self, u, sigma):
+        asked.append((u.numpy().tobytes(), float(sigma)))
+        return forward(self, u, sigma)
+
+    engine = EagerEngine(FOOGD(FedAvg(), score_width=16), federation(), CONFIG)
+    state = initial_state(engine)
+    chosen = {name: by_name[name] for name in ("score_norm", "score_energy", "score_span", "score_span_all")}
+    monkeypatch.setattr(ScoreNet, "forward", counted)
+    evaluate(engine, state, chosen)
+    assert len(asked) > len(federation().tests)
+    assert len(set(asked)) == len(asked)

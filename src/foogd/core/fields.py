@@ -82,17 +82,17 @@ def kind_of(hint: Any) -> tuple[Kind, bool] | None:
     if origin is Literal:
         return Kind(f"one of {quoted(inner)}", "", lambda value: _is_among(value, inner)), False
     if origin in (Union, types.UnionType):
-        return _joined([one for one in inner if one is not type(None)], len(inner))
+        return _joined([one for one in inner if one is not type(None)])
     return (_KINDS[hint], False) if isinstance(hint, type) and hint in _KINDS else None
 
 
-def _joined(hints: Sequence[Any], values: int) -> tuple[Kind, bool] | None:
+def _joined(hints: Sequence[Any]) -> tuple[Kind, bool] | None:
     """The kind of a union: one type or None, a number or 'auto', a text or a function."""
     if len(hints) == 1:
         found = kind_of(hints[0])
-        if found is None or values == 1:
-            return found
-        (kind, many) = found
+        if found is None:
+            return None
+        kind, many = found
         convert = lambda value: None if value is None else kind.convert(value)  # noqa: E731
         return Kind(kind.one, kind.many, lambda value: value is None or kind.fits(value), convert), many
     rest = [hint for hint in hints if hint != Literal["auto"]]
@@ -118,7 +118,7 @@ def hints_of(owner: type[Any]) -> Mapping[str, Any]:
         for name, hint in inspect.get_annotations(base).items():
             try:
                 found[name] = eval(hint, dict(names)) if isinstance(hint, str) else hint
-            except NameError:
+            except (NameError, AttributeError):
                 found[name] = hint
     return found
 

@@ -14,8 +14,6 @@ from .readers import CIFAR10_CLASSES, SEVERITIES, file_bytes, make_store
 from .safe_pickle import read_plain_pickle
 from .store import ImageStore, one_line
 
-# CIFAR
-
 
 def read_cifar_python(folder: Path) -> ImageStore:
     """CIFAR-10 or CIFAR-100 in the release for Python: pickled dictionaries, read without pickle's full powers."""
@@ -128,9 +126,6 @@ def _unpickled(path: Path) -> dict[bytes, Any]:
         raise InputError(f"{path} is refused: it asks for {one_line(error)}; only plain arrays are read.") from None
     except Exception as error:  # a damaged pickle may do anything that its instructions can
         raise InputError(f"{path} is damaged or no pickle ({type(error).__name__}: {one_line(error)}).") from error
-
-
-# Arrays
 
 
 def read_svhn(*files: Path) -> ImageStore:

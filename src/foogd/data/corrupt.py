@@ -78,9 +78,6 @@ CORRUPTIONS: dict[str, Callable[..., Tensor]] = {
     "elastic_transform": elastic_transform,
 }
 
-# The 15 of which Tiny-ImageNet-C consists; the other four are for validation.
-COMMON = tuple(name for name in CORRUPTIONS if name not in ("speckle_noise", "gaussian_blur", "spatter", "saturate"))
-
 # The published constants; "imagenet" as the package imagecorruptions-imaug has them. That differs from the files of
 # ImageNet-C in two rows: frost has six photographs, enlarged by 1.1, instead of five in their own size, and
 # elastic_transform has no affine map, and displacements of its own.

@@ -22,9 +22,6 @@ IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".ppm", ".
 _HELD_OUT = ("test", "val", "valid", "validation")
 
 
-# Folders of images
-
-
 def read_tree(
     folder: Path,
     *,

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from ..core.errors import InputError
-from .decode import as_rgb, decode_many, square_pixels
-from .store import ImageStore, one_line
+from .decode import decode_many
+from .store import ImageStore
 
 Progress = Callable[[int, int], None]
 OnBad = Literal["error", "skip"]
@@ -113,91 +112,8 @@ def _one_pass(
 
 
 def make_store(images: Any, labels: Any, **more: Any) -> ImageStore:
+    """An ImageStore of numpy's arrays, which its fields, declared as tensors, also take."""
     return ImageStore(images, labels, **more)
-
-
-# Objects
-
-
-def read_dataset(
-    dataset: Any,
-    *,
-    size: int | None = None,
-    on_bad: OnBad = "error",
-    progress: Progress | None = None,
-    skipped: list[str] | None = None,
-) -> ImageStore:
-    """Any map-style dataset of (image, label) or of images: PIL, uint8 arrays H×W×C, or tensors C×H×W.
-
-    Float tensors must lie in [0, 1]: what was normalised already cannot be stored as bytes.
-    """
-    try:
-        count = len(dataset)
-    except TypeError:
-        raise InputError(f"{type(dataset).__name__} has no length; a map-style dataset is needed.") from None
-    images: list[Any] = []
-    labels, bad = [], []
-    for index in range(count):
-        try:
-            item = dataset[index]
-            image, label = item[:2] if isinstance(item, tuple | list) and len(item) > 1 else (item, 0)
-            if isinstance(image, tuple | list) and len(image) == 1:
-                image = image[0]
-            pixels, number = _item_pixels(image, size), int(label)
-        except Exception as error:  # a user's dataset may raise anything
-            reason = f"item {index}: {one_line(error)}"
-            if on_bad == "error":
-                raise InputError(f"{type(dataset).__name__} cannot be read, {reason.rstrip('.')}.") from error
-            bad.append(reason)
-            continue
-        if images and pixels.shape != images[0].shape:
-            reason = f"item {index}: its shape is {pixels.shape}, and that of the others {images[0].shape}"
-            if on_bad == "error":
-                raise InputError(f"{type(dataset).__name__} cannot be read, {reason}; ask for a size.")
-            bad.append(reason)
-            continue
-        images.append(pixels)
-        labels.append(number)
-        if progress is not None and (index + 1) % 100 in (0, count % 100):
-            progress(index + 1, count)
-    if not images:
-        raise InputError(f"{type(dataset).__name__} has no image that can be read{': ' + bad[0] if bad else ''}.")
-    if skipped is not None:
-        skipped += bad
-    classes = getattr(dataset, "classes", None)
-    named = isinstance(classes, list | tuple) and max(labels) < len(classes)
-    return make_store(
-        np.stack(images),
-        np.array(labels, dtype=np.int64),
-        classes=tuple(str(name) for name in classes) if named and classes is not None else (),
-        name=type(dataset).__name__,
-        skipped=len(bad),
-    )
-
-
-def _item_pixels(image: Any, size: int | None) -> Any:
-    from PIL import Image
-
-    if isinstance(image, Image.Image):
-        rgb = as_rgb(image)
-        pixels = np.array(rgb.convert("L") if image.mode == "L" else rgb)
-    elif isinstance(image, torch.Tensor):
-        pixels = image.detach().cpu().numpy()
-        if pixels.ndim == 3 and pixels.shape[0] in (1, 3):
-            pixels = pixels.transpose(1, 2, 0)
-    else:
-        pixels = np.asarray(image)
-    if pixels.ndim == 2:
-        pixels = pixels[..., None]
-    if pixels.ndim != 3 or pixels.shape[2] not in (1, 3):
-        raise InputError(f"its shape is {pixels.shape}, and an image of 1 or 3 channels is needed")
-    if pixels.dtype.kind == "f":
-        if not (np.isfinite(pixels).all() and pixels.min() >= 0 and pixels.max() <= 1):
-            raise InputError(f"its floats go from {pixels.min():.3g} to {pixels.max():.3g}, and 0 to 1 is needed")
-        pixels = np.round(pixels * 255).astype(np.uint8)
-    if pixels.dtype != np.uint8:
-        raise InputError(f"its type is {pixels.dtype}, and uint8 is needed")
-    return pixels if size is None else square_pixels(pixels, size)
 
 
 def named(

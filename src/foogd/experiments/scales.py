@@ -233,8 +233,6 @@ def _check_origin(place: Path, spec: str, root: str | None) -> None:
         raise InputError(f"{place} has {what}; choose another --out")
 
 
-# Time
-
 # Backbone → seconds of FedAvg for an image of an epoch, what each further pass of a method's `effort` adds to them, and
 # the size of those images: the kept runs that docs/paper.md names, on one H200 and, of the small CNN, on one core.
 COST = {"wrn40-2": (25e-6, 0.4, 32), "resnet18": (25e-6, 0.5, 64), "cnn": (146e-6, 1.3, 32)}

@@ -14,8 +14,6 @@ from ..tables.grid import Cell, Table
 from ..tables.results import Report
 from .scales import RUNS, Plan
 
-# Tables
-
 
 def sweep_reports(plan: Plan, out: Path, failed: Iterable[str] = ()) -> dict[str, Report]:
     """The last results of each section, under the names of its lines."""

@@ -257,9 +257,6 @@ def _check_comparable(
     return notes
 
 
-# Bootstrap
-
-
 def compare_samples(
     a: Samples,
     b: Samples,

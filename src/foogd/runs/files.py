@@ -24,7 +24,7 @@ ROUNDS, ROWS, SUMMARY = "rounds.jsonl", "rows.jsonl", "summary.md"
 PARTITION, PICTURE, PROPORTIONS = "partition.json", "partition.png", "proportions.json"
 FLOWER = "flower.json"  # of a run on Flower: its nodes, and what they have in common
 CHECKPOINT, STATE = "checkpoint", "state.json"
-MODEL, ABOUT = "model", "model.json"
+MODEL, ABOUT = "model", "model.json"  # the folder within that of the run, and the file in it
 DRAFT = ".draft"
 WAIT = 120.0  # seconds in which another evaluation has surely written what it found
 # Settings that may be paths, or name files of plug-ins.
@@ -85,9 +85,6 @@ def round_line(result: RoundResult) -> dict[str, Any]:
         "bytes_down": result.bytes_down,
         "drift": dict(result.drift),
     }
-
-
-# Files
 
 
 @contextlib.contextmanager
