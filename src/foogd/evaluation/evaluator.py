@@ -136,7 +136,6 @@ class Evaluator:
             self._progress(self._seen, self._planned)
 
     def _load(self, state: RunState) -> None:
-        self._scored.clear()
         self._shared.copy_(state.server.shared)
         self._frozen.copy_(state.server.frozen)
         self._engine.layout.load_integers(self._nets, state.server.integers)
